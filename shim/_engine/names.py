@@ -125,9 +125,9 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     """
     wanted = {id(item) for item in objects}
     names = list(sys.modules) if modules is None else list(modules)
-    searched = set(names)
     if not wanted or not names:
         return []
+    searched = set(names)
     # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is wanted
     # (in C), and whether its exact type is that of a class or descriptor. Dictionaries are copied first, because
     # another thread may write to them.
