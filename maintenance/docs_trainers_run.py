@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import yaml
@@ -46,17 +46,8 @@ class Run:
     test: str = ""
 
 
-KEYS = {
-    "trainer": True,
-    "scope": True,
-    "what": True,
-    "at": True,
-    "on": True,
-    "orders": True,
-    "stock": True,
-    "shim": True,
-}
-KEYS |= {"says": False, "lines": False, "ends": False, "test": False}
+# Key -> whether a run must have it.
+KEYS = {key.name: key.default is MISSING for key in fields(Run)}
 
 
 def read_runs(file: Path) -> tuple[tuple[Place, ...], tuple[Run, ...]]:
