@@ -107,8 +107,7 @@ matrix: env  ## the same on all 21 releases and main, in every order of imports,
 	$(MAKE) proofs
 
 patch: env  ## of one patch (ID=...): its pins, tests, proofs and page on few releases, and what it lacks; two minutes
-	$(BIN)/python -m shim.maintenance.one_patch $(ID)
-	$(BIN)/python -m shim._matrix
+	$(BIN)/python -m shim.maintenance.one_patch $(ID); code=$$?; $(BIN)/python -m shim._matrix && exit $$code
 
 proofs: env  ## run all proofs on all releases, and write their results
 	$(BIN)/python -m shim.maintenance.prove_all
