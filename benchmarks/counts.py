@@ -3,9 +3,9 @@
     python benchmarks/counts.py [--releases 0.13.1,0.18.2,0.18.2+2.16.1] [--patches A,B] [--record]
 
 For each patch, the trainings of shim.testing.trainings on stock and with that patch alone, over gloo on CPU; of a pair
-with Transformer Engine (its Python sources) also steps of its own layers. Counts
-have no noise, so every difference is reported. The table is Markdown. --record writes what was counted of these
-releases to docs/steps.json, of which `make docs` makes the table in docs/benchmarks.md.
+with Transformer Engine (its Python sources) also steps of its own layers. Counts have no noise, so every difference is
+reported. The table is Markdown. --record writes what was counted of these releases to docs/steps.json, of which
+`make docs` makes the table in docs/benchmarks.md.
 """
 
 from __future__ import annotations

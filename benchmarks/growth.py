@@ -38,6 +38,7 @@ def after_steps(on: bool) -> list[str]:
 
     from shim import testing
     from shim.testing import trainings
+    from shim.testing.footprint import python_calls
 
     training = trainings.Training("packed")
     found = []
@@ -52,13 +53,14 @@ def after_steps(on: bool) -> list[str]:
             gc.collect()
             objects = len(gc.get_objects())
             held = sum(each.nbytes for each in gc.get_objects() if isinstance(each, torch.Tensor))
-            found.append(f"{calls(step):,} calls, {objects:,} objects, {held:,} B of tensors")
+            found.append(f"{python_calls(step):,} calls, {objects:,} objects, {held:,} B of tensors")
     return found
 
 
 def after_layers(on: bool) -> list[str]:
     from shim import testing
-    from shim.testing import Footprint, trainings
+    from shim.testing import trainings
+    from shim.testing.footprint import Footprint, python_calls
 
     found = []
     for layers in LAYERS:
@@ -69,7 +71,7 @@ def after_layers(on: bool) -> list[str]:
             step()
             with Footprint() as footprint:
                 step()
-            found.append(f"{calls(step):,} calls, {footprint.operations:,} operations")
+            found.append(f"{python_calls(step):,} calls, {footprint.operations:,} operations")
     return found
 
 
@@ -96,39 +98,24 @@ def after_processes(on: bool) -> list[str]:
     program = "import shim; shim.apply()" if on else "pass"
     found = []
     for processes in PROCESSES:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before = seconds_of_children()
         running = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", program]) for _ in range(processes)]
         codes = {each.wait() for each in running}
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        taken = seconds_of_children() - before
         found.append(f"{taken / processes * 1e3:.0f} ms" if codes == {0} else f"exit codes {sorted(codes)}")
     return found
 
 
 def prove() -> str:
     """CPU time of all proofs of the release, stock and patched, with their ranks."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = seconds_of_children()
     done = subprocess.run([sys.executable, "-m", "shim", "prove"], capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return f"{taken:.0f} s, exit {done.returncode}"
+    return f"{seconds_of_children() - before:.0f} s, exit {done.returncode}"
 
 
-def calls(step: Callable[[], object]) -> int:
-    found = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal found
-        found += event == "call"
-
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return found
+def seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def seconds(work: Callable[[], object]) -> float:

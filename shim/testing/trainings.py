@@ -10,8 +10,6 @@ additions to a count are its price.
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .cpu import optimizer_on_cpu, type_on_a_gpu
-from .footprint import Footprint
+from .footprint import Footprint, python_calls
 from .fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
 from .layout import Layout, layout_initialised
 from .model import build_gpt
@@ -133,26 +131,12 @@ def _counted(step: Callable[[], object]) -> Counts:
 
 def called(training: Training, te: bool = False) -> int:
     """The Python calls of a step of a training on this rank, after two steps."""
-    found = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal found
-        found += event == "call"
-
     with on_device("cpu", te=te), layout_initialised(training.layout), _fresh(training):
         torch.manual_seed(0)
         _, step = _prepared(training)
         step()
         step()
-        gc.disable()  # what it calls belongs to no step
-        before = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            step()
-        finally:
-            sys.setprofile(before)
-            gc.enable()
-    return found
+        return python_calls(step)
 
 
 def trained(training: Training, steps: int = 3) -> dict[str, Tensor]:

@@ -2,12 +2,12 @@
 
 import contextlib
 import importlib
-import sys
 
 import pytest
 
 import shim
 from shim import testing
+from shim.testing.footprint import python_calls
 
 ABOUT = ["gated-delta-net-norm", "mla-query-norm-gradient"]
 CELLS = {"0.12.3": "all", "0.18.2": "all", "0.19.2": "first"}
@@ -20,22 +20,10 @@ pytestmark = pytest.mark.skipif(not TARGET, reason="this release needs no patch"
 def calls_of(model, config, ids):
     """How many Python calls it takes to sum gradients of this model over tensor-parallel ranks."""
     module, _, name = TARGET.partition(":")
-    found = 0
-
-    def count(frame, event, _):
-        nonlocal found
-        found += event == "call"
-
     with shim.patched(only=ids, require=ids) if ids else contextlib.nullcontext():
         function = getattr(importlib.import_module(module), name)
         function([model], config)
-        before = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            function([model], config)
-        finally:
-            sys.setprofile(before)
-    return found
+        return python_calls(lambda: function([model], config))
 
 
 def beyond_stock(tp):

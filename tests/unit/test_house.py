@@ -244,7 +244,6 @@ TESTED_IN = {
     "testing.pretend_cuda.trees": "testing/test_pretend_cuda",
     "maintenance.history.judge": "testing/test_history_proofs",
     "maintenance.new_patch_proposal": "unit/test_new_patch",
-    "testing.footprint": "ops/test_logprob_memory",
 }
 
 
