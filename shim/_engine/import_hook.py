@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -67,12 +67,10 @@ def locked_modules() -> set[str]:
     return {name for name, lock in list(locks.items()) if lock() is not None}
 
 
-def imported_since(name: str) -> Iterator[str]:
+def imported_since(name: str) -> list[str]:
     """The modules whose import began or ended after a module became the last of sys.modules; all if it is gone."""
-    for other in reversed(list(sys.modules)):
-        if other == name:
-            break
-        yield other
+    names = list(sys.modules)
+    return names[names.index(name) + 1 :] if name in names else names
 
 
 def last_module() -> tuple[str, Any]:

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from itertools import compress
 from typing import Any, NamedTuple
 
 from shim._matrix.model import Variant
@@ -113,8 +114,8 @@ def _kinds(*of: type) -> frozenset[int]:
 
 
 def _of_type(kinds: frozenset[int], values: list[Any]) -> list[Any]:
-    """The values whose exact type is one of `kinds`."""
-    return [value for value in values if id(type(value)) in kinds]
+    """The values whose exact type is one of `kinds`. In C, because a start asks it of a hundred thousand."""
+    return list(compress(values, map(kinds.__contains__, map(id, map(type, values)))))
 
 
 def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -> list[Location]:

@@ -227,24 +227,29 @@ class Draft(Records):
         if changes:  # each module that is half imported now is locked
             unfinished |= {name for name in locked_modules() if not imports_no_megatron(name)}
         self.unfinished, self.searched = unfinished, last_module() if changes else None
-        near: dict[int, tuple[Any, Change]] = {}
-        far: dict[int, tuple[Any, Change]] = {}
+        sought: dict[int, tuple[Any, Change]] = {}
+        among: set[str] | None = set(overdue)  # where to look for them; None: everywhere
         for chain, after in changes:
             self._put(chain.owner, chain.name, chain, after)
             inner, beneath = unwrap(chain.top), unwrap(chain.base)
             # Constants have no identity, so only callables have aliases.
             no_aliases = chain.top is chain.base and after.layers and after.layers[0].no_aliases
             if callable(inner) and not self._is_borrowed(chain) and not no_aliases:
-                is_new = imported is not None and self._is_new(chain, imported[0])
-                (near if is_new else far)[id(inner)] = inner, (chain, after)
+                sought[id(inner)] = inner, (chain, after)
+                if imported is None or not self._is_new(chain, imported[0]):
+                    among = None
+                elif among is not None:
+                    among.update(imported[1])
                 if not chain.layers and beneath is not inner and callable(beneath):
                     # Other code has put shim's older object back. Aliases hold upstream's meanwhile.
-                    far[id(beneath)] = beneath, (chain, after)
-        self._write_known({chain.target: (chain, after) for chain, after in changes})
-        self._write_aliases(far, None)
-        self._write_aliases(near, () if imported is None else imported[1])
-        if overdue:
-            self._write_aliases(self._late({chain.target: (chain, after) for chain, after in changes}), overdue)
+                    sought[id(beneath)], among = (beneath, (chain, after)), None
+        by_target = {chain.target: (chain, after) for chain, after in changes}
+        self._write_known(by_target)
+        late = self._late(by_target) if overdue else {}
+        if among is not None:  # one search will do
+            sought, late = {**late, **sought}, {}
+        self._write_aliases(sought, among)
+        self._write_aliases(late, overdue)
 
     def _write_known(self, changes: Mapping[str, Change]) -> None:
         """Write to known places, and restore places whose target has no chain any more."""
