@@ -1,6 +1,6 @@
 """A trainer's start with shim against the imports alone: CPU time of whole processes, and files that apply() opens.
 
-    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--record] [--parts]
+    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--record]
 
 Whole programs run alternately, each in a fresh interpreter; user and system time come from the operating system. The
 first round, which writes byte code and fills the page cache, is not counted. Behind each ratio stands, in brackets, the
@@ -48,47 +48,6 @@ import shim
 shim.apply()
 found = list(opened)
 print(len(found), sum(os.path.getsize(name) for name in found if os.path.isfile(name)))
-"""
-
-# Each part counts without those that it calls and that are parts as well.
-PARTS = """
-import json, sys, time
-LOADED = %r
-if LOADED:
-    import megatron.core.models.gpt.gpt_model
-spent, inner = {}, [0.0]
-def timed(name, function):
-    def wrapper(*args, **kwargs):
-        start = time.process_time()
-        inner.append(0.0)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            took = time.process_time() - start
-            spent[name] = spent.get(name, 0.0) + took - inner.pop()
-            inner[-1] += took
-    return wrapper
-def import_all():
-    import shim._api
-timed("import shim's modules", import_all)()
-def time_it(owner, attribute, name):
-    setattr(owner, attribute, timed(name, getattr(owner, attribute)))
-import shim, shim._api as api
-import shim._engine.transactions as binder
-import shim._engine.engine as engine
-import shim._engine.factories as factories, shim._planning.plan as plan, shim._releases.sources as sources
-time_it(api, "load_matrix", "read the matrix")
-time_it(api, "detect", "detect releases")
-time_it(sources.Sources, "digest", "read and hash sources")
-time_it(sources, "parse", "parse sources")
-time_it(plan, "match", "match")
-time_it(plan, "identity_of", "digest")
-time_it(engine, "with_conflicts", "look for conflicts")
-time_it(factories.Factories, "load", "load patches")
-time_it(binder, "find_aliases", "look for aliases")
-time_it(binder.Binder, "commit", "bind")
-timed("everything else", shim.apply)()
-print(json.dumps(spent))
 """
 
 MADE_UP = '''"""A patch as cheap to bind as there is: it calls what was there before."""
@@ -180,14 +139,6 @@ def say(name: str, found: float, limit: float, unit: str = "of the imports alone
     return found > limit
 
 
-def say_parts(what: str, environ: Mapping[str, str], is_loaded: bool) -> None:
-    """Print the parts of an apply(), largest first: medians of seven processes."""
-    found = [json.loads(output_of(PARTS % is_loaded, environ)) for _ in range(7)]
-    spent = {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[0]}
-    parts = sorted(spent.items(), key=lambda item: -item[1])
-    print(f"parts of apply() {what}: " + ", ".join(f"{name} {took * 1e3:.1f} ms" for name, took in parts), flush=True)
-
-
 def measure(release: str, runs: int, top: Path = TOP, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
     """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed."""
     from shim.testing.releases import fetch
@@ -218,7 +169,6 @@ def main() -> int:
         "--patches", type=int, default=PATCHES, help="how many to measure besides those of today; 0: none"
     )
     parser.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
-    parser.add_argument("--parts", action="store_true", help="also print what apply() spends its time on")
     arguments = parser.parse_args()
     releases = arguments.releases.split(",")
     rows, missed = {}, False
@@ -236,12 +186,6 @@ def main() -> int:
             missed |= too_much
     if arguments.record:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    if arguments.parts:
-        from shim.testing.releases import fetch
-
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fetch(releases[-1])), str(TOP)])}
-        say_parts("before megatron", environ, False)
-        say_parts("on loaded modules", environ, True)
     return 1 if missed else 0
 
 
