@@ -21,6 +21,7 @@ from shim._engine.ranks import distributed_rank, is_rank_zero
 from shim._errors import ShimError
 from shim._planning.options import SAID
 from shim._printing.printable import one_line
+from shim._version import __version__
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
@@ -110,7 +111,7 @@ class DeferredLog:
         return not within
 
 
-# One line for each job: shim's version, how many patches, the releases, the digest, and how to do without
+# One line for each job: shim's version, how many patches, the releases, and how to do without
 
 
 # Of launchers; the first that is set counts. torchrun sets RANK, also below srun and mpirun.
@@ -154,16 +155,16 @@ def say(line: Callable[[], str], below_run: bool) -> bool:
 
 
 def line_for(plan: Plan) -> str:
-    version = plan.identity["releases"]["megatron-shim"]
+    # Without the digest, which reads all files of shim: a third of an apply().
     if plan.options.disabled:
-        return f"shim {version} is off, because MEGATRON_SHIM_DISABLE is set"
+        return f"shim {__version__} is off, because MEGATRON_SHIM_DISABLE is set"
     number = sum(decision.wanted for decision in plan.decisions.values())
     releases = ", ".join(
         f"{name} {found.raw or 'of unknown version'}" for name, found in plan.environment.installed.items()
     )
     return (
-        f"shim {version} applies {number} patch{'' if number == 1 else 'es'} to {releases or 'nothing installed'} "
-        f"(digest {plan.digest}); without it: MEGATRON_SHIM_DISABLE=1, without a patch: MEGATRON_SHIM_EXCLUDE=ID"
+        f"shim {__version__} applies {number} patch{'' if number == 1 else 'es'} to {releases or 'nothing installed'}; "
+        "without it: MEGATRON_SHIM_DISABLE=1, without a patch: MEGATRON_SHIM_EXCLUDE=ID"
     )
 
 

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "_te": {"_errors", "_record", "_releases", "_planning"},
     "_engine": {
         "_errors",
+        "_version",
         "_printing",
         "_record",
         "_tasks",
