@@ -35,7 +35,9 @@ def read_all(paths: Sequence[str], search: Search, trainers: Sequence[Trainer]) 
     for path in paths:
         runs = list(_read(Path(path), search, found, trainers))
         if not runs:
-            raise OptionError(f"{search.asked} {path} has no settings: neither a YAML mapping, nor --flags, nor a.b=c")
+            runs_others = f". It runs {', '.join(search.others)}, which was not found" if search.others else ""
+            what = "neither a YAML mapping, nor --flags, nor a.b=c"
+            raise OptionError(f"{search.asked} {path} has no settings: {what}{runs_others}")
         found.runs = [merged(below, above) for below in found.runs or [{}] for above in runs]
     return found
 

@@ -310,6 +310,18 @@ def test_sourced_files_are_followed(tmp_path, name):
     assert run.facts["moe"] and run.facts["tp"] and run.facts["cp"] is False
 
 
+@pytest.mark.parametrize("line", ["bash models/x.sh", 'exec "$(dirname "$0")/models/x.sh" "$@"', "./models/x.sh"])
+def test_a_script_that_this_one_runs_is_read(tmp_path, line):
+    written(tmp_path, {"models/x.sh": "python3 train.py --rollout-batch-size 8 --num-experts 8 --tensor-model-parallel-size $TP"})
+    run = run_of(tmp_path, f"export TP=4\n{line}", name="run.sh")
+    assert run.facts["moe"] and run.facts["tp"] and run.facts["cp"] is False
+
+
+def test_a_script_without_settings_says_what_it_runs(tmp_path):
+    with pytest.raises(OptionError, match=r"has no settings.* It runs away/\.\.\.\.sh, which was not found"):
+        run_of(tmp_path, 'bash "away/$BASE.sh"', name="run.sh")
+
+
 def test_a_sourced_file_that_is_not_there_is_named_and_leaves_sizes_unknown(tmp_path):
     run = run_of(tmp_path, SOURCING % "$MODELS/x.sh", name="run.sh")
     assert not {"tp", "cp", "moe"} & run.facts.keys()
