@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from shim._errors import OptionError
-from shim._planning.options import from_json
+from shim._planning.options import ON_DRIFT, from_json
 from shim._tools.output import Parser
 from shim._version import __version__
 
@@ -34,7 +34,7 @@ def add_selection(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--on-drift",
-        choices=("skip", "error", "apply", "known"),
+        choices=ON_DRIFT,
         help="how to treat a patch that has drifted; default skip",
     )
     sub.add_argument("--options", metavar="JSON", help='options of patches: {"paged-stash": {"moe_paged_stash": true}}')

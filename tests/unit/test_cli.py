@@ -284,7 +284,7 @@ def test_what_cannot_be_understood_exits_with_2(shim, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["gone"], ["plan", "--gone"], ["explain"], ["audit"], ["plan", "--on-drift", "raise"]]
+    "arguments", [["gone"], ["plan", "--gone"], ["explain"], ["audit"], ["plan", "--on-drift", "known"]]
 )
 def test_wrong_usage_exits_with_2(arguments, capsys):
     """argparse says how it is used."""
