@@ -42,8 +42,7 @@ it: the step is loaded as it is. Compare `step` of `state["optimizer"]["param_gr
 there before `load_state_dict(state)`. `shim.check_resume` says whether a checkpoint was trained without the patch.
 
 Not fixed: the format fully_sharded_bucket_space of 0.12 to 0.14, which dist_checkpointing cannot write for two weights
-in a bucket, with any optimizer. fp32 weights, which the distributed optimizer cannot offload (ValueError).
-bf16 weights that are offloaded without the distributed optimizer (issue 4042).
+in a bucket, with any optimizer. bf16 weights that are offloaded without the distributed optimizer (issue 4042).
 
 Upstream: pull request 5071 (open) refreshes the copies in `reload_model_params()`, and pull request 5929 (on main)
 fixes the first KeyError. The rest is open.

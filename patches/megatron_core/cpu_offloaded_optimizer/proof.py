@@ -30,6 +30,7 @@ class Training:
     aware: use_precision_aware_optimizer, with which the optimizer has the weights of the model, and no main params.
     fraction: of the weights, that whose updates are on the CPU. offload: False for the usual distributed optimizer.
     form: the format of the optimizer's state in a checkpoint of dist_checkpointing.
+    norms: the dtype of the norms' weights.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Training:
         form: str = "",
         lora: bool = True,
         seed: int = 7,
+        norms: torch.dtype = torch.bfloat16,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -50,6 +52,8 @@ class Training:
             testing.add_lora(model, seed=seed)
             model.decoder.final_layernorm.weight.requires_grad_(True)
         self.model = model.bfloat16()
+        for name, weight in model.named_parameters():
+            weight.data = weight.data.to(norms if "norm" in name else weight.dtype)
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
         )

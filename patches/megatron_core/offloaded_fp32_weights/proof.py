@@ -14,8 +14,11 @@ from shim.testing.proof import Here, proof
 HALF: dict[str, Any] = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 
 
-def trained(offload: bool, mixed: bool) -> list[Tensor]:
-    """The weights after three steps of the distributed optimizer. mixed: of a model in bf16 whose norms are in fp32."""
+def trained(offload: bool, mixed: bool, aware: bool = False) -> list[Tensor]:
+    """The weights after three steps of the distributed optimizer.
+
+    mixed: of a model in bf16 whose norms are in fp32. aware: use_precision_aware_optimizer.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -30,6 +33,7 @@ def trained(offload: bool, mixed: bool) -> list[Tensor]:
     settings: dict[str, Any] = {"lr": 1e-2, "clip_grad": 0.0, "bf16": mixed, "use_distributed_optimizer": True}
     if offload:
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+        settings["use_precision_aware_optimizer"] = aware
     with offloading():
         wrapped: Any = DistributedDataParallel(model.config, ddp, model)
         optimizer: Any = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **settings), [wrapped])
@@ -43,8 +47,10 @@ def trained(offload: bool, mixed: bool) -> list[Tensor]:
     return [weight.detach().float() for weight in model.parameters()]
 
 
-def off(mixed: bool) -> float:
-    found, right = (torch.cat([weight.flatten() for weight in trained(offload, mixed)]) for offload in (True, False))
+def off(mixed: bool, aware: bool) -> float:
+    found, right = (
+        torch.cat([weight.flatten() for weight in trained(offload, mixed, aware)]) for offload in (True, False)
+    )
     return float((found - right).norm() / right.norm())
 
 
@@ -59,10 +65,11 @@ def weights_in_fp32_train_with_a_half_of_them_on_the_cpu(here: Here) -> float:
 
     To reproduce: wrap a GPTModel in fp32 in DistributedDataParallel, and call get_megatron_optimizer with
     `OptimizerConfig(use_distributed_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)`. A
-    model in bf16 whose norms are in fp32 raises as well.
+    model in bf16 whose norms are in fp32 raises as well, with and without `use_precision_aware_optimizer=True`.
 
     `_build_model_and_main_param_groups` slices weights in fp32 with autograd, and HybridDeviceOptimizer hands the
     slices to torch.optim.Optimizer, which takes leaves alone: "can't optimize a non-leaf Tensor". Right is what the
     optimizer without an offload trains.
     """
-    return max(here.run(off, mixed)[0] for mixed in (False, True))
+    cases = ((False, False), (True, False), (True, True))
+    return max(here.run(off, mixed, aware)[0] for mixed, aware in cases)
