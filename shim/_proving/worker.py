@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -32,7 +33,8 @@ MODEL = "model:"  # begins the source of a generic proof
 OVERRIDES = "overrides"  # instead of a proof: shim's verdict on the model's overrides
 
 GO = "go"
-_POLL = 0.005  # seconds between two looks at the processes that run
+_FEW = 4  # patched sides: what it takes to narrow their search for aliases, they save
+_POLL = 0.005  # seconds between two looks at the processes that run, if nothing tells when one ends
 
 # What most proofs load beyond a GPT model. A release may lack a part.
 _COMMON = (
@@ -117,6 +119,10 @@ def main() -> None:
         if work.preload:
             _preload(work.te, work.device)
             _preload_own(work.tasks)
+            if sum(task.ids is not None for task in work.tasks) > _FEW:
+                from shim._proving.aliases import narrow
+
+                narrow()
     if sys.stdin.readline().strip() == GO:
         _Pool(work, answers).run()
 
@@ -208,7 +214,7 @@ class _Pool:
                     while self._waiting and len(self._running) < self._work.jobs:
                         self._start(self._waiting.pop(0), Path(directory))
                     self._collect()
-                    time.sleep(_POLL)
+                    self._wait()
             finally:
                 for pid in list(self._running):
                     self._kill(pid)
@@ -221,6 +227,22 @@ class _Pool:
         if pid == 0:
             _in_child(task, file, preloaded=self._work.preload)
         self._running[pid] = (task, time.monotonic(), file)
+
+    def _wait(self) -> None:
+        """Until a process ends, or has taken too long. Where the system cannot tell when one ends, for a moment."""
+        oldest = min((started for _, started, _ in self._running.values()), default=0.0)
+        left = max(oldest + self._work.timeout - time.monotonic(), 0.0)
+        ends: list[int] = []
+        try:
+            for pid in self._running:
+                ends.append(os.pidfd_open(pid))
+            if ends:
+                select.select(ends, [], [], left)
+        except (AttributeError, OSError):  # it is no Linux, or one that forbids this
+            time.sleep(_POLL)
+        finally:
+            for end in ends:
+                os.close(end)
 
     def _collect(self) -> None:
         for pid, (task, started, file) in list(self._running.items()):
@@ -236,6 +258,7 @@ class _Pool:
 
     def _kill(self, pid: int) -> None:
         _kill_group(pid)
+        os.kill(pid, signal.SIGKILL)  # which may not have made its group yet
         os.waitpid(pid, 0)
         del self._running[pid]
 

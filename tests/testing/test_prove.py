@@ -90,9 +90,11 @@ def test_a_patch_that_applies_in_part_is_judged(releases, tmp_path):
         assert proof["reason"] == "in part: without MambaModel.forward, of which the body is not known"
 
 
-def test_a_side_that_does_not_end_is_given_up(monkeypatch):
+@pytest.mark.parametrize("owner, begins", [(worker, "run_side"), (worker.os, "setsid")], ids=["runs", "begins"])
+def test_a_side_that_does_not_end_is_given_up(owner, begins, monkeypatch):
+    """Also before it has a group of processes of its own, as on a machine with much else to do."""
     answers = io.StringIO()
-    monkeypatch.setattr(worker, "run_side", lambda *_: time.sleep(600))
+    monkeypatch.setattr(owner, begins, lambda *_: time.sleep(600))
     work = Work((SideTask("hangs", "", "", None), SideTask("too", "", "", None)), preload=True, timeout=0.05)
     worker._Pool(work, answers).run()
     found = {answer["key"]: answer for answer in map(json.loads, answers.getvalue().splitlines())}

@@ -45,7 +45,17 @@ MAY_IMPORT = {
     "_api": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
     "testing": {"_errors", "_archives", "_torch_names", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
-    "_proving": {"_errors", "_printing", "_torch_names", "_releases", "_matrix", "_planning", "_api", "testing"},
+    "_proving": {
+        "_errors",
+        "_printing",
+        "_torch_names",
+        "_releases",
+        "_matrix",
+        "_planning",
+        "_engine",
+        "_api",
+        "testing",
+    },
     "_tools": {
         "_archives",
         "_errors",
