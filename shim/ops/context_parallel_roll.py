@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shim.ops._checks import require
-from shim.ops.roll import Mask, RollIndex, lengths_on, mask_of_runs, roll_with, slot_of
+from shim.ops.roll import Mask, RollIndex, are_few, gaps, lengths_on, mask_of_runs, roll_with, slot_of
 
 __all__ = ["PARTITIONS", "RankRollIndex", "rank_roll_index", "roll_on_rank"]
 
@@ -76,9 +76,47 @@ def rank_roll_index(
     """
     if partition not in PARTITIONS:
         raise ValueError(f"partition is {partition!r}; it must be one of {', '.join(PARTITIONS)}")
-    device = torch.device(device)
-    cu, slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
-    lengths = cu[1:] - cu[:-1]
+    cu, slots = lengths_on(torch.device(device), cu_seqlens, cu_seqlens_padded)
+    given = cu, slots, length, rank, ranks
+    return _of_few(*given) if partition == "sequence" and are_few(cu, runs=2) else _of_any(*given, partition)
+
+
+def _of_few(cu: Tensor, slots: Tensor, length: int, rank: int, ranks: int) -> RankRollIndex:
+    """The same in numbers of the host: some ten numbers take less than thirty kernels."""
+    ends, starts = cu.tolist(), slots.tolist()
+    if any(start % ranks for start in starts):
+        raise ValueError(_uneven(ranks))
+    runs, chunks = [], []
+    for start, end, first, last in zip(starts, starts[1:], ends, ends[1:]):
+        here, share = start // ranks, (end - start) // ranks
+        front, tail = (share + 1) // 2, share // 2
+        both = ((here, rank * front, front), (here + front, ranks * front + (ranks - 1 - rank) * tail, tail))
+        final = last - first - 1  # the token without a successor
+        for number, (place, there, size) in enumerate(both):
+            inner = size if number == 0 and rank == ranks - 1 else size - 1
+            runs.append((place, place + max(min(final - there, inner), 0)))
+        chunks.append([(place, size, final - there >= size) for place, there, size in both])
+
+    def on_rank(places: list[int]) -> Tensor:
+        return torch.tensor([min(max(place, 0), max(length - 1, 0)) for place in places])
+
+    def edge(sent: int, received: int) -> Edge:
+        kept = [(piece, piece + 1) for piece, chunk in enumerate(chunks) if chunk[received][2]]
+        return Edge(
+            on_rank([chunk[sent][0] for chunk in chunks]),
+            on_rank([place + size - 1 for place, size, _ in (chunk[received] for chunk in chunks)]),
+            Mask(None, gaps(kept, len(chunks))),
+        )
+
+    def places() -> tuple[Tensor, Tensor]:
+        index = _of_any(cu, slots, length, rank, ranks, "sequence")
+        return index.in_sequence, index.valid
+
+    return RankRollIndex(Mask(None, gaps(runs, length)), places, *_edges(edge, rank, ranks))
+
+
+def _of_any(cu: Tensor, slots: Tensor, length: int, rank: int, ranks: int, partition: str) -> RankRollIndex:
+    device, lengths = cu.device, cu[1:] - cu[:-1]
     # For each piece: its start on this rank, the lengths of its chunks, and the range of positions with a successor.
     # Numbers if the row is one piece, tensors [n] for sequences.
     start: Any
@@ -88,7 +126,7 @@ def rank_roll_index(
         start, front, tail = 0, (length + 1) // 2, length // 2
         begin, end = slots[:-1], slots[:-1] + (lengths - 1).clamp_(min=0)
     else:
-        require((slots % ranks == 0).all(), f"every slot of a packed row must be a multiple of the {ranks} ranks")
+        require((slots % ranks == 0).all(), _uneven(ranks))
         starts = torch.div(slots, ranks, rounding_mode="floor")
         start, share = starts[:-1], starts[1:] - starts[:-1]
         front = (share + 1) >> 1  # an odd share has the longer front, as with torch.chunk
@@ -132,11 +170,20 @@ def rank_roll_index(
         # Positions after the last slot hold no token, on every rank.
         return at, at < torch.where(positions < starts[-1], lengths[slot], 0)
 
-    # The first tokens of fronts go to the previous rank, those of tails to the next. A front continues with tokens from
-    # the next rank, a tail with tokens from the previous.
-    following = edge(sent=1, received=0) if rank < ranks - 1 else None
-    preceding = edge(sent=0, received=1) if rank > 0 else None
-    return RankRollIndex(mask, places, following, preceding)
+    return RankRollIndex(mask, places, *_edges(edge, rank, ranks))
+
+
+def _uneven(ranks: int) -> str:
+    return f"every slot of a packed row must be a multiple of the {ranks} ranks"
+
+
+def _edges(edge: Callable[[int, int], Edge], rank: int, ranks: int) -> tuple[Edge | None, Edge | None]:
+    """Those to the next and the previous rank, of the numbers of the chunk that is sent and the one that receives.
+
+    The first tokens of fronts go to the previous rank, those of tails to the next. A front continues with tokens from
+    the next rank, a tail with tokens from the previous.
+    """
+    return edge(1, 0) if rank < ranks - 1 else None, edge(0, 1) if rank > 0 else None
 
 
 def _swap(to_previous: Tensor | None, to_next: Tensor | None, group: Any) -> tuple[Tensor | None, Tensor | None]:

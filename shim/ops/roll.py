@@ -15,7 +15,18 @@ from torch import Tensor
 
 from shim.ops._checks import is_plain
 
-__all__ = ["Mask", "RollIndex", "lengths_on", "mask_of_runs", "packed_roll", "roll_index", "roll_with", "slot_of"]
+__all__ = [
+    "Mask",
+    "RollIndex",
+    "are_few",
+    "gaps",
+    "lengths_on",
+    "mask_of_runs",
+    "packed_roll",
+    "roll_index",
+    "roll_with",
+    "slot_of",
+]
 
 
 _FEW = 8  # runs, which the host of a CPU clears faster between than it makes a mask of all positions
@@ -121,10 +132,10 @@ def roll_index(
         in_sequence = positions - slots[slot]
         return in_sequence, in_sequence < cu.diff()[slot]
 
-    if _may_be_read(cu, _FEW + 1):
+    if are_few(cu):
         ends, starts = cu.tolist(), slots.tolist()
         runs = [(at, at + max(end - start - 1, 0)) for at, start, end in zip(starts, ends, ends[1:])]
-        return RollIndex(Mask(None, _gaps(runs, length)), places)
+        return RollIndex(Mask(None, gaps(runs, length)), places)
     begin = slots[:-1]
     return RollIndex(mask_of_runs(begin, begin + (cu.diff() - 1).clamp_(min=0), length), places)
 
@@ -138,7 +149,7 @@ def slot_of(positions: Tensor, slots: Tensor) -> Tensor:
 def mask_of_runs(starts: Tensor, ends: Tensor, length: int) -> Mask:
     """The mask of `length` positions that keeps those in a run: starts[i] <= position < ends[i]. Runs never overlap."""
     if _may_be_read(starts, _FEW):
-        return Mask(None, _gaps(sorted(zip(starts.tolist(), ends.tolist())), length))
+        return Mask(None, gaps(sorted(zip(starts.tolist(), ends.tolist())), length))
     # The running sum of steps at both ends of each run. The steps of an empty run cancel. If many steps meet at one
     # position, int8 wraps around and back.
     steps = torch.zeros(length + 1, device=starts.device, dtype=torch.int8)
@@ -148,12 +159,17 @@ def mask_of_runs(starts: Tensor, ends: Tensor, length: int) -> Mask:
     return Mask(steps[:length].cumsum(0, dtype=torch.int8))
 
 
+def are_few(cu: Tensor, runs: int = 1) -> bool:
+    """Whether the host may look at the offsets of these sequences, each of so many runs, and clear the gaps."""
+    return _may_be_read(cu, _FEW // runs + 1)
+
+
 def _may_be_read(few: Tensor, most: int) -> bool:
     """Whether the host may look at these numbers, at most so many, without a wait."""
     return few.numel() <= most and few.device.type == "cpu" and is_plain(few) and not torch.compiler.is_compiling()
 
 
-def _gaps(runs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+def gaps(runs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """What lies before, between and behind runs (start, end), in the order of their starts: start and length."""
     found, at = [], 0
     for start, end in [*runs, (length, length)]:
