@@ -33,6 +33,10 @@ from shim.patches._named import Named
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 
+# Asked for once, because each rotation of a packed row uses them.
+_current_task = find("torch:_C._current_graph_task_id")
+_transform = find("torch:_C._functorch.peek_interpreter_stack")
+
 # A rotation needs three temporaries, each as large as its input.
 PIECES, PIECE_BYTES = 8, 16 << 20
 
@@ -121,8 +125,7 @@ def _found(known: Sequence[Any], cu_seqlens: Tensor, question: Hashable) -> Runs
 
 def _task() -> int:
     """The number of the backward pass that runs in this thread, or -1."""
-    current = find("torch:_C._current_graph_task_id")
-    return -1 if current is None else int(current())
+    return -1 if _current_task is None else int(_current_task())
 
 
 def _weakly(kept: list[Any], *tensors: Tensor) -> list[Any]:
@@ -138,13 +141,16 @@ def _question(freqs: Tensor, cu_seqlens: Tensor, how: Hashable) -> Hashable:
     """What the runs depend on beside the values of the two tensors. None if nothing must be kept."""
     if torch.compiler.is_compiling() or not (is_plain(freqs) and is_plain(cu_seqlens)):
         return None
-    transform = find("torch:_C._functorch.peek_interpreter_stack")
-    if tracing() or capturing() or transform is None or transform() is not None:
+    if tracing() or _transform is None or _transform() is not None:
         return None
     if torch.is_inference_mode_enabled() or freqs.is_inference() or cu_seqlens.is_inference():
         return None
-    # Another stream does not wait for the kernels of this one.
-    stream = torch.cuda.current_stream(freqs.device).cuda_stream if freqs.device.type == "cuda" else None
+    stream = None
+    if freqs.device.type == "cuda":
+        if capturing():
+            return None
+        # Another stream does not wait for the kernels of this one.
+        stream = torch.cuda.current_stream(freqs.device).cuda_stream
     return how, freqs.size(0), freqs.device, cu_seqlens._version, stream, _task()
 
 

@@ -12,7 +12,9 @@ __all__ = ["capturing", "is_plain", "require", "tracing"]
 # Classes of tensors that have memory and nothing else: shim.testing.pretend_cuda adds that of its tensors.
 PLAIN: tuple[type, ...] = (Tensor,)
 
-_assert_async = find("torch:_assert_async")  # asked once, because compiled functions call `require`
+# Asked for once, because compiled functions call `require`, and packed rows ask `tracing` for each rotation.
+_assert_async = find("torch:_assert_async")
+_MODES, _mode_of = find("torch:_C._TorchDispatchModeKey.__members__"), find("torch:_C._get_dispatch_mode")
 
 
 def is_plain(tensor: object) -> bool:
@@ -40,7 +42,6 @@ def capturing() -> bool:
 
 def tracing() -> bool:
     """Whether a dispatch mode is active, such as torch.compile's trace, under which operators get no real tensors."""
-    keys, mode_of = find("torch:_C._TorchDispatchModeKey.__members__"), find("torch:_C._get_dispatch_mode")
-    if keys is None or mode_of is None:
+    if _MODES is None or _mode_of is None:
         return torch.compiler.is_compiling()
-    return any(mode_of(key) is not None for key in keys.values())
+    return any([_mode_of(key) is not None for key in _MODES.values()])  # noqa: C419 - a generator takes a frame a key
