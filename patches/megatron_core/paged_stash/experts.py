@@ -117,7 +117,7 @@ class ExpertStash(Stashes):
 
     def step_ends(self) -> None:
         """Called before gradients are used. Raises if tensors were lost, unless a runner repeats the step."""
-        if self.runners or capturing():
+        if not self._stashes or self.runners or capturing():  # most runs have no stash
             return
         lost = []
         for stash in self._all():
