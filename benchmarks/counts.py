@@ -2,28 +2,31 @@
 
     python benchmarks/counts.py [--releases 0.13.1,0.18.2,0.18.2+2.16.1] [--patches A,B] [--record]
 
-For each patch, the trainings of shim.testing.trainings on stock and with that patch alone, over gloo on CPU; of a pair
-with Transformer Engine (its Python sources) also steps of its own layers. Counts have no noise, so every difference is
-reported. The table is Markdown. --record writes what was counted of these releases to docs/steps.json, of which
-`make docs` makes the table in docs/benchmarks.md.
+The trainings of shim.testing.trainings over gloo on CPU, on stock, with all patches, and with each patch alone; of a
+pair with Transformer Engine (its Python sources) also steps of its own layers, of a megatron-core alone some with twice
+the layers or ranks, which tells what grows. Patches of which no function runs in any of these steps are applied
+together: if not one count differs from stock's, each adds nothing, else they are halved. Counts have no noise, so every
+difference is reported. The table is Markdown. --record writes what was counted of these releases to docs/steps.json, of
+which `make docs` makes the table in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-TOP = str(Path(__file__).resolve().parent.parent)
+TOP = Path(__file__).resolve().parent.parent
+SUPPORT = TOP / "tests" / "support"
 RELEASES = "0.13.1,0.18.2,0.16.1+2.12.0,0.18.2+2.16.1,0.19.2+2.20.2"  # three generations, and pairs
-RECORD = Path(TOP) / "docs" / "steps.json"
+RECORD = TOP / "docs" / "steps.json"
 ALL = "all patches"
 UNITS = {
     "calls": "Python calls",
@@ -36,23 +39,47 @@ UNITS = {
 Found = Mapping[str, Any]  # training -> what was counted, by the names of UNITS, or the error that is raised
 
 
-def counts(world: int, ids: Sequence[str], te: bool) -> dict[str, Any]:
-    """On this rank, each training of a world of this size under the patches `ids`."""
+def grown() -> dict[str, Any]:
+    """Some of the trainings with twice the layers, or with twice the ranks."""
+    from shim.testing import Layout
+    from shim.testing.trainings import TRAININGS
+
+    def like(name: str, layout: Layout | None = None, **options: Any) -> Any:
+        training = TRAININGS[name]
+        return replace(training, layout=layout or training.layout, options={**training.options, **options})
+
+    return {
+        "dense, 4 layers": like("dense", num_layers=4),
+        "packed, 4 layers": like("packed", num_layers=4),
+        "experts, recompute, 4 layers": like("experts, recompute", num_layers=4),
+        "TP 4, SP": like("TP 2, SP", Layout(tp=4, sequence_parallel=True), num_query_groups=4),
+        "CP 4, packed": like("CP 2, packed", Layout(cp=4)),
+        "PP 4": like("PP 2", Layout(pp=4), num_layers=4),  # of which a rank has one, too
+        "EP 4": like("EP 2", Layout(ep=4)),
+    }
+
+
+def counts(world: int, ids: Sequence[str], te: bool) -> tuple[dict[str, Any], set[str]]:
+    """On this rank, each training of a world of this size under the patches `ids`; the files whose functions ran."""
     import shim
-    from shim.testing.trainings import TE_TRAININGS, TRAININGS, called, counted
+    from shim.testing.footprint import python_calls
+    from shim.testing.trainings import TE_TRAININGS, TRAININGS, counts_of, stepping
 
     found: dict[str, Any] = {}
-    for name, training in {**TRAININGS, **(TE_TRAININGS if te else {})}.items():
-        if training.layout.world != world:
-            continue
-        with shim.patched(only=list(ids), require=list(ids)) if ids else nullcontext():
+    files: set[str] = set()
+    with shim.patched(only=list(ids), require=list(ids)) if ids else contextlib.nullcontext():
+        for name, training in {**TRAININGS, **(TE_TRAININGS if te else grown())}.items():
+            if training.layout.world != world:
+                continue
             try:
-                found[name] = {**asdict(counted(training, te)), "calls": called(training, te)}
+                with stepping(training, te) as step:
+                    counted = asdict(counts_of(step) if world == 1 else counts_of(step, times=1))
+                    found[name] = {**counted, "calls": python_calls(step, files)}
                 if world > 1:
                     del found[name]["peak_bytes"]  # messages under way hold memory for as long as they please
             except Exception as error:  # noqa: BLE001 - what stock cannot do has no count
                 found[name] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-    return found
+    return found, files
 
 
 def beyond(stock: Found, mine: Found) -> dict[str, Any]:
@@ -90,6 +117,7 @@ def compare(release: str, only: Sequence[str], record: bool) -> None:
 
         testing.transformer_engine_on_cpu()
     import megatron.core.models.gpt.gpt_model  # noqa: F401  what patches wait for
+    from device_steps import files_of
 
     import shim
     from shim import testing
@@ -98,24 +126,36 @@ def compare(release: str, only: Sequence[str], record: bool) -> None:
         import transformer_engine.pytorch  # noqa: F401
 
     every = [id for id, decision in shim.plan().decisions.items() if decision.wanted]
-    wanted = [id for id in every if not only or any(fnmatch(id, name) for name in only)]
-    stock: dict[str, Any] = {}
-    sides = {ALL: every, **{id: [id] for id in wanted}}
-    found: dict[str, dict[str, Any]] = {id: {} for id in sides}
-    for world in (1, 2):
-        with testing.Ranks(world) as ranks:
-            stock |= ranks.run(counts, world, [], te, timeout=900)[0]
-            for id, ids in sides.items():
-                found[id] |= ranks.run(counts, world, ids, te, timeout=900)[0]
+    with contextlib.ExitStack() as opened:
+        pools = [opened.enter_context(testing.Ranks(world)) for world in ((1, 2) if te else (1, 2, 4))]
+
+        def measured(ids: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+            ranks = [pool.run(counts, pool.world, ids, te)[0] for pool in pools]
+            return {name: of for found, _ in ranks for name, of in found.items()}, {f for _, ran in ranks for f in ran}
+
+        stock, _ = measured([])
+        together, files = measured(every)
+        differences = {ALL: beyond(stock, together)}
+        ran = {f"shim/{Path(file).relative_to(TOP)}" for file in files if Path(file).is_relative_to(TOP)}
+        wanted = [id for id in every if not only or any(fnmatch(id, name) for name in only)]
+        silent = [id for id in wanted if not ran & files_of(id)]
+        groups = [*([id] for id in wanted if id not in silent), silent]
+        while groups:
+            ids = groups.pop()
+            of_group = beyond(stock, measured(ids)[0]) if ids else {}
+            if of_group and len(ids) > 1:
+                groups += [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
+            else:
+                differences |= dict.fromkeys(ids, of_group)
     if not only:
         theirs = "; ".join(f"{name} {_stock(found)}" for name, found in stock.items())
         print(f"| {release} | operations of stock | {theirs} |")
-    differences = {id: beyond(stock, of_patch) for id, of_patch in found.items()}
-    for id, of_patch in differences.items():
-        print(f"| {release} | {id} | {told(of_patch)} |", flush=True)
+    for id in (ALL, *wanted):
+        print(f"| {release} | {id} | {told(differences[id])} |", flush=True)
     if record:
         known = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
-        known[release] = {"stock": stock, "patches": {**known.get(release, {}).get("patches", {}), **differences}}
+        patches = {**known.get(release, {}).get("patches", {}), **differences}
+        known[release] = {"stock": stock, "patches": {id: patches[id] for id in (ALL, *every) if id in patches}}
         RECORD.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", "utf-8")
 
 
@@ -133,7 +173,7 @@ def main() -> int:
     if arguments.measure:
         compare(arguments.measure, [id for id in arguments.patches.split(",") if id], arguments.record)
         return 0
-    sys.path.insert(0, TOP)
+    sys.path.insert(0, str(TOP))
     from shim.testing import environment, fetch
 
     print("| megatron-core | patch | beyond stock |\n|---|---|---|", flush=True)
@@ -142,7 +182,7 @@ def main() -> int:
         command = [sys.executable, "-W", "ignore", __file__, "--measure", release, "--patches", arguments.patches]
         command += ["--record"] * arguments.record
         core, _, engine = release.partition("+")
-        paths = [fetch(core), *([fetch(engine, "transformer-engine")] if engine else []), Path(TOP)]
+        paths = [fetch(core), *([fetch(engine, "transformer-engine")] if engine else []), TOP, SUPPORT]
         codes.append(subprocess.run(command, env=environment(paths)).returncode)
     return max(codes)
 

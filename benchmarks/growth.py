@@ -36,16 +36,12 @@ def after_steps(on: bool) -> list[str]:
     """What a step calls, and what the process holds, after few steps and after many."""
     import torch
 
-    from shim import testing
-    from shim.testing import trainings
     from shim.testing.footprint import python_calls
+    from shim.testing.trainings import Training, stepping
 
-    training = trainings.Training("packed")
     found = []
-    with patched(on), testing.megatron_on_cpu(), testing.layout_initialised(training.layout):
-        torch.manual_seed(0)
-        _, step = trainings._prepared(training)
-        done = 0
+    with patched(on), stepping(Training("packed")) as step:
+        done = 1
         for steps in STEPS:
             for _ in range(steps - done):
                 step()
@@ -58,20 +54,15 @@ def after_steps(on: bool) -> list[str]:
 
 
 def after_layers(on: bool) -> list[str]:
-    from shim import testing
-    from shim.testing import trainings
-    from shim.testing.footprint import Footprint, python_calls
+    from shim.testing.footprint import python_calls
+    from shim.testing.trainings import Training, counts_of, stepping
 
     found = []
     for layers in LAYERS:
-        training = trainings.Training(optimizer="plain", options={"num_layers": layers})
-        with patched(on), testing.megatron_on_cpu(), testing.layout_initialised(training.layout):
-            _, step = trainings._prepared(training)
-            step()
-            step()
-            with Footprint() as footprint:
-                step()
-            found.append(f"{python_calls(step):,} calls, {footprint.operations:,} operations")
+        training = Training(optimizer="plain", options={"num_layers": layers})
+        with patched(on), stepping(training) as step:
+            operations = counts_of(step).operations
+            found.append(f"{python_calls(step):,} calls, {operations:,} operations")
     return found
 
 

@@ -69,13 +69,19 @@ class Footprint(_Mode):  # type: ignore[misc]
         self.held_bytes -= size
 
 
-def python_calls(step: Callable[[], object]) -> int:
-    """How many Python functions a step calls, without those that a collection of garbage calls."""
+def python_calls(step: Callable[[], object], files: set[str] | None = None) -> int:
+    """How many Python functions a step calls, without those that a collection of garbage calls.
+
+    files: gets the names of the files that they are from.
+    """
     found = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
         nonlocal found
-        found += event == "call"
+        if event == "call":
+            found += 1
+            if files is not None:
+                files.add(frame.f_code.co_filename)
 
     collects, before = gc.isenabled(), sys.getprofile()
     gc.disable()

@@ -10,9 +10,10 @@ additions to a count are its price.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from .fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
 from .layout import Layout, layout_initialised
 from .model import build_gpt
 from .oracle import run_packed, run_schedule, worst
-from .packing import pack, random_sequences
+from .packing import PackedRow, pack, random_sequences
 from .proof import on_device
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
     "Training",
     "called",
     "counted",
+    "counts_of",
     "largest_error",
+    "stepping",
     "train_layer",
     "trained",
 ]
@@ -102,19 +105,23 @@ TE_TRAININGS: Mapping[str, Training] = {
 }
 
 
-def counted(training: Training, te: bool = False) -> Counts:
+@contextlib.contextmanager
+def stepping(training: Training, te: bool = False) -> Iterator[Callable[[], object]]:
     """A step of a training on this rank, after one that makes the one-time allocations.
 
     te: whether it runs beside Transformer Engine.
-
-    It is counted thrice. Messages that are under way hold memory for as long as they please, so the peak is the lowest.
     """
     with on_device("cpu", te=te), layout_initialised(training.layout), _fresh(training):
         torch.manual_seed(0)
         _, step = _prepared(training)
         step()
-        found = [_counted(step) for _ in range(STEPS)]
-    return replace(found[0], peak_bytes=min(count.peak_bytes for count in found))
+        yield step
+
+
+def counted(training: Training, te: bool = False) -> Counts:
+    """A step of a training on this rank."""
+    with stepping(training, te) as step:
+        return counts_of(step)
 
 
 def _fresh(training: Training) -> AbstractContextManager[Any]:
@@ -122,19 +129,20 @@ def _fresh(training: Training) -> AbstractContextManager[Any]:
     return fresh_fp8_state() if training.kind.startswith("fp8") else nullcontext()
 
 
-def _counted(step: Callable[[], object]) -> Counts:
-    with Footprint() as footprint:
-        step()
-    collectives = footprint.collectives.total()
-    return Counts(footprint.operations, collectives, footprint.message_bytes, footprint.peak_bytes)
+def counts_of(step: Callable[[], object], times: int = STEPS) -> Counts:
+    """Of the first of these steps, and the lowest peak: messages under way hold memory for as long as they please."""
+    found = []
+    for _ in range(times):
+        with Footprint() as footprint:
+            step()
+        found.append(footprint)
+    first, peak = found[0], min(footprint.peak_bytes for footprint in found)
+    return Counts(first.operations, first.collectives.total(), first.message_bytes, peak)
 
 
 def called(training: Training, te: bool = False) -> int:
     """The Python calls of a step of a training on this rank, after two steps."""
-    with on_device("cpu", te=te), layout_initialised(training.layout), _fresh(training):
-        torch.manual_seed(0)
-        _, step = _prepared(training)
-        step()
+    with stepping(training, te) as step:
         step()
         return python_calls(step)
 
@@ -151,6 +159,15 @@ def trained(training: Training, steps: int = 3) -> dict[str, Tensor]:
         return {**found, **{f"gradient of {name}": g.clone() for name, g in gradients.items() if g is not None}}
 
 
+class _TrainersRow(PackedRow):
+    """As trainers give it to a model: queries and keys have their offsets in one tensor."""
+
+    def packed_seq_params(self, **extra: Any) -> Any:
+        packed = super().packed_seq_params(**extra)
+        packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+        return packed
+
+
 def _prepared(training: Training) -> tuple[Any, Callable[[], object]]:
     """The model, and a step of its training."""
     if training.kind.startswith("fp8"):
@@ -159,7 +176,7 @@ def _prepared(training: Training) -> tuple[Any, Callable[[], object]]:
     options = {"mtp_num_layers": None} if training.build is build_gpt else {}
     model: Any = training.build(**{**options, **sharded, **training.options})
     if training.kind != "row":
-        rows = [pack(random_sequences(LENGTHS, seed=seed), align=ALIGN) for seed in (0, 1)]
+        rows = [_TrainersRow(**vars(pack(random_sequences(LENGTHS, seed=seed), align=ALIGN))) for seed in (0, 1)]
         if training.kind == "schedule":
             return model, lambda: run_schedule(model, rows)
         return model, lambda: run_packed(model, rows[0])

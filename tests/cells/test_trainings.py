@@ -11,7 +11,7 @@ from shim.testing.trainings import TRAININGS, called, counted
 CELLS = {"0.19.2": "all"}
 
 # What these add or save, benchmarks/counts.py tells (docs/benchmarks.md).
-PRICED = {"chunked-logprob", "mtp-packed-sequences", "rope-fusion", "rope-thd"}
+PRICED = {"chunked-logprob", "mtp-packed-sequences"}
 FREE = [id for id, decision in shim.plan().decisions.items() if decision.wanted and id not in PRICED]
 
 
