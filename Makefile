@@ -148,6 +148,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/counts.py --record
+	$(BIN)/python benchmarks/step_times.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/packed_roll.py
