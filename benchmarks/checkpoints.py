@@ -1,12 +1,14 @@
 """What saving and loading a checkpoint costs: stock and shim, each format, few tensors and many, on two ranks.
 
     python benchmarks/checkpoints.py [--release 0.18.2] [--release-dir DIR] [--repeats 5] [--tensors 8,100,1000]
+                                     [--formats "fully_reshardable;offloaded, dp_reshardable"]
 
 A GPT with a distributed optimizer, whose gradients have several buckets, on two data-parallel replicas (gloo), with an
-Adam whose states are those of Apex. A turn saves it into an empty directory and loads that into another one. Stock and
-shim (all patches) take turns in one process. Operations are torch's, below autograd, on the dearer rank; bytes are
-those of the files. Times are CPU time of a rank and the processes that it forks to write: the least, and the median.
-Where stock writes something else than it should, the fix may cost; docs/benchmarks.md has the reasons.
+Adam whose states are those of Apex; and one in bf16 whose optimizer is offloaded to the CPU. A turn saves it into an
+empty directory and loads that into another one. Stock and shim (all patches) take turns in one process. Operations are
+torch's, below autograd, on the dearer rank; bytes are those of the files. Times are CPU time of a rank and the
+processes that it forks to write: the least, and the median. Where stock writes something else than it should, the fix
+may cost; docs/benchmarks.md has the reasons.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from __future__ import annotations
 import resource
 import statistics
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from on_release import cpu_name, measured, parser_of
 
 RELEASE = "0.18.2"
-SHARDINGS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
+OFFLOADED = "offloaded, "
+SHARDINGS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", f"{OFFLOADED}dp_reshardable")
 LAYERS = {8: 1, 100: 12, 1000: 125}  # of a model, for about so many tensors
 LIMIT, NOISE = 1.02, 0.1
 BOTH = ("save", "load")
@@ -33,7 +38,6 @@ def turn(directory: str, sharding: str, layers: int, patched: bool) -> tuple[Tur
     """On this rank: what both cost, and how many tensors the model has."""
     import shim
     from shim import testing
-    from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_adam
     from shim.testing import Footprint
 
     def seconds() -> float:
@@ -49,16 +53,40 @@ def turn(directory: str, sharding: str, layers: int, patched: bool) -> tuple[Tur
             return str(error).splitlines()[0][:60]
         return seconds() - before, footprint.operations
 
-    settings = {"num_layers": layers, "bucket": 500 * layers}
     on_cpu, layout = testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout(ep=2))
-    with on_cpu, layout, shim.patched() if patched else nullcontext(), fused_adam():
-        metadata = {"distrib_optim_sharding_type": sharding}
-        first = Training(metadata, **settings).train(1)
-        second = Training(metadata, seed=8, **settings)
+    form = sharding.removeprefix(OFFLOADED)
+    trainings = usual if form == sharding else offloaded
+    with on_cpu, layout, shim.patched() if patched else nullcontext(), trainings(form, layers) as (first, second):
         return {"save": clocked(first.save), "load": clocked(second.load)}, len(list(first.model.parameters()))
 
 
-def compare(release: str, repeats: int, sizes_of_model: list[int]) -> int:
+@contextmanager
+def usual(form: str, layers: int) -> Iterator[tuple[Any, Any]]:
+    """A training after a step, and another one."""
+    from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_adam
+
+    settings: dict[str, Any] = {"num_layers": layers, "bucket": 500 * layers}
+    metadata = {"distrib_optim_sharding_type": form}
+    with fused_adam():
+        yield Training(metadata, **settings).train(1), Training(metadata, seed=8, **settings)
+
+
+@contextmanager
+def offloaded(form: str, layers: int) -> Iterator[tuple[Any, Any]]:
+    """The same with optimizer_cpu_offload, in bf16. Copies between host and device are copies on the CPU."""
+    from shim import testing
+    from shim.patches.megatron_core._proof_offloading import offloading
+    from shim.patches.megatron_core._proof_optimizer_resume import REPLICAS
+    from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import Training
+
+    build, mine = testing.build_gpt, {"num_layers": layers, **REPLICAS}
+    deep = mock.patch.object(testing, "build_gpt", lambda **options: build(**{**options, **mine}))
+    with deep, offloading():
+        settings: dict[str, Any] = {"form": form, "lora": False}
+        yield Training(**settings).train(0, 1), Training(**settings, seed=9)
+
+
+def compare(release: str, repeats: int, sizes_of_model: list[int], shardings: Sequence[str]) -> int:
     import megatron.core.models.gpt.gpt_model  # noqa: F401  what patches wait for
     import torch
 
@@ -70,7 +98,7 @@ def compare(release: str, repeats: int, sizes_of_model: list[int]) -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     over = []
     with testing.Ranks(2) as ranks:
-        for sharding in SHARDINGS:
+        for sharding in shardings:
             for layers in sizes_of_model:
                 turns: dict[bool, list[Any]] = {False: [], True: []}
                 sizes: dict[bool, int] = {}
@@ -122,9 +150,11 @@ def told(sharding: str, turns: dict[bool, list[Any]], sizes: dict[bool, int]) ->
 def main() -> int:
     parser = parser_of("Saving and loading checkpoints, stock against shim.", RELEASE, repeats=5)
     parser.add_argument("--tensors", default=",".join(map(str, LAYERS)), help="some of these numbers")
+    parser.add_argument("--formats", default=";".join(SHARDINGS), help="some of these formats, by semicolons")
     arguments = parser.parse_args()
     if arguments.measure:
-        return compare(arguments.release, arguments.repeats, [LAYERS[int(n)] for n in arguments.tensors.split(",")])
+        sizes = [LAYERS[int(number)] for number in arguments.tensors.split(",")]
+        return compare(arguments.release, arguments.repeats, sizes, arguments.formats.split(";"))
     return measured(__file__, arguments, {"OMP_NUM_THREADS": "1"})
 
 
