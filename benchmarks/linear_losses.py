@@ -36,6 +36,7 @@ STEPS = ((1024, 32768, 256, "float32"), (1024, 32768, 1024, "float32"), (256, 32
 HEADS = ((512, 32768, 512, "float32"), (256, 32768, 64, "bfloat16"))
 REAL_HEADS = ((4096, 32768, 2048), (1024, 151936, 2048))  # in fp32
 Heads = tuple[tuple[int, ...], ...]
+CHUNK = 256  # tokens of torch's form at a time, beside what it chooses
 SMALL = (64, 1024, 64)  # sizes for an interpreted kernel: tokens, vocabulary, hidden
 MEMORY, TIME = 0.15, 1.3  # of stock, at most
 NOISE = 0.1
@@ -184,6 +185,8 @@ def real_heads(repeats: int, heads: Heads) -> None:
             chunked = torch.nn.LinearCrossEntropyOptions()
             sides["torch, for each token"] = torchs("none", chunked)
             sides["torch, their sum"] = torchs("sum", chunked)
+            larger = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
+            sides[f"torch, their sum, {CHUNK} at a time"] = torchs("sum", larger)
             sides["torch, their sum, with logits"] = torchs("sum", None)
         times: dict[str, list[float]] = {name: [] for name in sides}
         peaks: dict[str, int] = {}
