@@ -1,5 +1,6 @@
 """README's table and the pages of docs/ that are generated from the matrix are current."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -270,3 +271,22 @@ def test_the_commands_for_a_new_patch_run_that_patch_alone():
         for folder, braced, name in re.findall(r"(tests/\w+/test_)(?:\{([\w,]+)\}|(\w+))\.py", command):
             missing = [f for f in (braced or name).split(",") if not (REPOSITORY / f"{folder}{f}.py").is_file()]
             assert not missing, command
+
+
+def test_the_table_of_steps_says_what_grows_and_what_adds_nothing(tmp_path):
+    """A release without the larger steps, or on which stock cannot take one, says nothing of growth."""
+    step = {"calls": 10, "operations": 5, "messages": 0, "message_bytes": 0, "peak_bytes": 8}
+    more = {**step, "calls": 16}
+    stock = {"dense": step, "dense, 4 layers": more, "TP 2, SP": step, "TP 4, SP": more, "PP 2": "TypeError: no"}
+    looks = {"dense": {"Python calls": 2}, "dense, 4 layers": {"Python calls": 4}, "TP 2, SP": {"operations": 3}}
+    saves = {"dense": {"Python calls": -3}, "dense, 4 layers": {"Python calls": -6}}
+    alone = {"stock": stock, "patches": {"all patches": saves, "looks": looks, "idle": {}}}
+    pair = {"stock": {"dense": step}, "patches": {"all patches": {}, "looks": {"dense": {"Python calls": 7}}}}
+    (tmp_path / "steps.json").write_text(json.dumps({"1.0": alone, "1.0+2.0": pair}))
+    lines = docs_steps.steps_table(tmp_path).splitlines()
+    assert lines[0] == "On 1.0 (2 patches), 1.0+2.0 (1 patches)."
+    assert "| looks | +7 | +3 | 0 | 0 | 0 |" in lines and "| all patches | down to -6 | 0 | 0 | 0 | 0 |" in lines
+    [nothing] = [line for line in lines if line.startswith("Not one call, operation")]
+    assert nothing.endswith(": idle.")
+    assert [line for line in lines if "and +" in line] == ["| looks | +2 and +4 Python calls |  |"]
+    assert any("10 / 5 to 16 / 5" in line for line in lines)
