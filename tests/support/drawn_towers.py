@@ -97,7 +97,6 @@ def draw(seed):
     shuffled, tiles = choose.random() < 0.3, choose.random() < 0.5
     # Only whole squares of patches are shuffled, without a class token.
     drops = tower != "siglip" and (shuffled or choose.random() < 0.5)
-    drops = drops or (tower == "radio" and layout.pp > 1)  # stages without the tower count one token (docs/left.md)
     grid = (4, 4) if shuffled else choose.choice([(2, 2), (1, 3), (2, 1)])
     number = choose.choice([layout.pp, 2 * layout.pp])
     samples = (1, 1, 2) if layout.pp == 1 else (1,)  # the schedule tells stages the shape of a row of one
