@@ -17,6 +17,7 @@ KINDS = ("dense", "moe", "moe", "mla", "mla moe", "hybrid", "hybrid moe", "mamba
 # Up to 0.16 hybrid models take no loss mask.
 LATER = {"hybrid": (0, 17), "hybrid moe": (0, 17), "mamba": (0, 17), "delta": (0, 16)}
 OPTIMIZERS = ("plain", "distributed", "offloaded")  # the last: distributed, with a half on the CPU
+STACKS = {"hybrid": "*-*-", "hybrid moe": "*E*E", "mamba": "M*M-"}  # of layers
 FROZEN = ("lora", "embedding", "norms", "half", "decoder")
 EXPERTS = {
     "num_moe_experts": 4,
@@ -34,6 +35,7 @@ DELTA = {
     "linear_num_value_heads": 4,
     "deterministic_mode": True,
 }
+MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 4}
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,13 @@ class Step:
         said = [self.kind, str(self.layout), f"{self.world} ranks", f"rows {self.rows} of {self.total} tokens"]
         said += [word for word in ("packed", "masked", "prompts") if getattr(self, word)]
         said += [f"{word}: {getattr(self, word)}" for word in ("frozen", "optimizer") if getattr(self, word)]
-        said += [f"{name}={value}" for name, value in self.options.items() if name not in MLA | DELTA]
+        said += [f"{name}={value}" for name, value in self.options.items() if name not in MLA | DELTA | MAMBA]
         return ", ".join(said)
 
 
 def layouts(kind):
     """Those of up to four ranks that this kind of model has."""
     one, staged = [Layout(), Layout()], [Layout(pp=2), Layout(pp=2, vp=2)]
-    if kind == "mamba":  # the mixer that stands in for Mamba's knows one rank
-        return one
     if kind == "delta":
         parallel = [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(tp=2, pp=2, sequence_parallel=True)]
         return one + staged + parallel + ([Layout(cp=2)] if VERSION >= (0, 18) else [])
@@ -84,10 +84,10 @@ def layouts(kind):
         found += [Layout(tp=2, ep=2, etp=etp, sequence_parallel=True) for etp in (1, 2)]
     else:  # experts need sequence parallelism beside tensor parallelism
         found += [Layout(tp=2), Layout(tp=2, cp=2)]
-    if "hybrid" not in kind:  # build_hybrid builds whole models
-        found += [*staged, Layout(pp=4), Layout(pp=2, cp=2), Layout(tp=2, pp=2, sequence_parallel=True)]
-        found += [Layout(pp=2, ep=2)] if "moe" in kind else []
-    return found
+    if kind in STACKS:  # build_hybrid builds no virtual stages
+        staged = [Layout(pp=2)]
+    found += [*staged, Layout(pp=4), Layout(pp=2, cp=2), Layout(tp=2, pp=2, sequence_parallel=True)]
+    return found + ([Layout(pp=2, ep=2)] if "moe" in kind else [])
 
 
 def draw(seed):
@@ -98,7 +98,7 @@ def draw(seed):
     experts, latent, hybrid = "moe" in kind, "mla" in kind, "hybrid" in kind
     world = layout.world * (choose.choice([1, 2]) if layout.world <= 2 else 1)
     number = choose.choice([layout.pp, 2 * layout.pp])
-    packed = kind not in ("mamba", "delta") and choose.random() < 0.6
+    packed = kind != "delta" and choose.random() < 0.6
     rows = tuple(
         tuple(_lengths(choose, packed) for _ in range(number))
         for _ in range(world // (layout.tp * layout.cp * layout.pp))
@@ -108,7 +108,7 @@ def draw(seed):
     options = _model(choose, kind, layout)
     # The optimizers take no weights in fp64.
     options["params_dtype"] = options["pipeline_dtype"] = torch.float32 if optimizer else torch.float64
-    mtp = choose.choice([0, 0, 1, 2]) if kind not in ("mamba", "delta") else 0
+    mtp = choose.choice([0, 0, 1, 2]) if kind != "delta" else 0
     if mtp:
         options["mtp_num_layers"] = mtp
     # A mask leaves out the last token of a row in multi-token prediction if padding follows, and counts it alone.
@@ -154,6 +154,8 @@ def _model(choose, kind, layout):
         options["add_bias_linear"] = True
     if layout.tp == 4:
         options["num_query_groups"] = 4
+    if kind == "mamba":
+        options |= MAMBA | {"mamba_num_groups": choose.choice([layout.tp, 2 * layout.tp])}
     return options | (MLA if "mla" in kind else DELTA if kind == "delta" else {})
 
 
