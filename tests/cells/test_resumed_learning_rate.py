@@ -5,8 +5,10 @@ import gc
 import weakref
 
 import pytest
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
+from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_adam
 from shim.patches.megatron_core._proof_param_groups import EMBEDDING_LR, LR, fields, inner_of, optimizer_of
 from shim.patches.megatron_core.resumed_learning_rate.proof import SAVED, WANTED, resumed, scheduler_of
 
@@ -178,3 +180,36 @@ def test_a_checkpoint_has_what_stocks_has():
     with applied():
         other = optimizer_of(True)
         assert scheduler_of(other, LR).state_dict() == stock.state_dict() and fields(other) == groups
+
+
+def file_resumed(directory, form, **asked):
+    """The rates of a run's groups, and those that it had before it loaded a file. The file has SAVED in each group."""
+    settings = {"bf16": True, "bucket": None, "saved": False, "num_moe_experts": 2}
+    with fused_adam():
+        trained = Training({"distrib_optim_sharding_type": form}, **settings).train(1)
+        for group in trained.optimizer.param_groups:
+            group.update(lr=SAVED, max_lr=SAVED, min_lr=SAVED / 10)
+        trained.save(str(directory))
+        resumed = Training({"distrib_optim_sharding_type": form}, seed=8, **settings)
+        own = rates(resumed.optimizer)
+        scheduler = scheduler_of(resumed.optimizer, own[0][0], **asked)
+        resumed.load(str(directory))
+    assert scheduler.max_lr == own[0][0]
+    assert all(group["lr"] == group["max_lr"] for group in resumed.optimizer.param_groups)
+    return rates(resumed.optimizer), own
+
+
+def formats():
+    """Of the distributed optimizer's states in a file, as far as this release has them and a bf16 model is loaded."""
+    known = ("dp_reshardable", "fully_reshardable", "fully_sharded_bucket_space", "fully_sharded_model_space")
+    return [form for form in known if hasattr(DistributedOptimizer, f"sharded_param_state_{form}")]
+
+
+@pytest.mark.parametrize("form", formats())
+def test_a_file_of_each_format(tmp_path, form):
+    """Of experts, which have an optimizer and groups of their own."""
+    with applied():
+        found, own = file_resumed(tmp_path, form, **OVERRIDE)
+        assert found == own and SAVED not in {rate for rate, _ in found}
+        found, _ = file_resumed(tmp_path, form, **CHECKPOINT)
+        assert set(found) == {(SAVED, SAVED / 10)}
