@@ -9,10 +9,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
+from thorough import in_full
 
 import shim
 from shim import testing
-from shim.testing import Layout
+from shim.testing import Layout, sharded
 from shim.testing.cpu import optimizer_on_cpu
 from shim.testing.schedules import run_microbatches
 
@@ -146,6 +147,62 @@ TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_copies_begin_and_stay_equal(ranks, layout, stages, options, tied):
     options = {"share_embeddings_and_output_weights": tied, **options}
     judged(ranks[layout.world].run(trained, stages, layout, options), tied)
+
+
+@in_full  # six ranks
+@needed
+@TIED
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_under_tensor_parallelism_too(tied, sequence_parallel):
+    """Each tensor-parallel rank has its part of each copy."""
+    layout = Layout(tp=2, pp=3, sequence_parallel=sequence_parallel)
+    with testing.Ranks(layout.world) as ranks:
+        found = ranks.run(trained, MIDDLE, layout, {"share_embeddings_and_output_weights": tied})
+    for rank in range(layout.tp):
+        judged(found[rank :: layout.tp], tied)
+
+
+class Saved:
+    """What `sharded` saves and loads of this rank's model."""
+
+    def __init__(self, chunks):
+        (self.model,) = (chunk.module for chunk in chunks)
+
+    def sharded_state_dict(self):
+        return {"model": self.model.sharded_state_dict()}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["model"], strict=False)  # stock saves no state of attention without kernels
+
+
+def shimmed_for_files():
+    return shim.patched(only=[ID, "layout-pp-rank", "mtp-tied-checkpoint"], require=[ID])
+
+
+def saved(stages, layout, directory, tied):
+    """The copies of this rank, which it has saved."""
+    with inside(layout), shimmed_for_files():
+        chunks = chunks_of(stages, layout, share_embeddings_and_output_weights=tied)
+        sharded.save(Saved(chunks), directory)
+        return copies(chunks)
+
+
+def loaded(stages, layout, directory, tied):
+    """The copies of this rank from the file of another layout."""
+    with inside(layout), shimmed_for_files():
+        chunks = chunks_of(stages, layout, seeded=True, share_embeddings_and_output_weights=tied)
+        sharded.load(Saved(chunks), directory)
+        return copies(chunks)
+
+
+@needed
+@TIED
+def test_a_checkpoint_loads_under_another_layout(ranks, tmp_path, tied):
+    found = ranks[3].run(saved, MIDDLE, Layout(pp=3), str(tmp_path), tied)
+    whole = {name: copy for rank in found for name, copy in rank.items()}
+    for stages, layout in (([[E, T, T, M, L]], Layout()), ([[E, T], [T, M, L]], Layout(pp=2))):
+        for rank in ranks[layout.world].run(loaded, stages, layout, str(tmp_path), tied):
+            assert rank and all(torch.equal(copy, whole[name]) for name, copy in rank.items())
 
 
 @needed
