@@ -1,6 +1,6 @@
 """Checkpoints of multi-token prediction with tied embeddings over pipeline stages.
 
-What is wrong (0.12 to 0.20): such a model can be neither saved nor loaded by megatron.core.dist_checkpointing.
+What is wrong (0.15 to 0.20): such a model can be neither saved nor loaded by megatron.core.dist_checkpointing.
 1. The last stage has the embeddings of multi-token prediction, and an output layer with a weight that nobody uses,
    because it takes that of the embeddings. `sharded_state_dict` takes that weight for missing, and raises an
    AssertionError, if the stage is not the first.
@@ -10,6 +10,8 @@ The patch:
 1. The weight of the output layer is a copy of the first stage's embeddings in the file, as without multi-token
    prediction: it is loaded from them, and not saved.
 2. A call without metadata gets what the default stands for.
+
+0.12 to 0.14 have the first defect, too, but their loader refuses two copies of a weight on one rank (docs/left.md).
 
 Upstream: open.
 
