@@ -1,5 +1,7 @@
 """mtp-tied-checkpoint: the file has the embeddings once, under stock's name; other models are saved as by stock."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -10,11 +12,12 @@ from shim.patches.megatron_core.mtp_tied_checkpoint.proof import Saved
 from shim.testing import Layout
 from shim.testing.sharded import load, save
 
-CELLS = {"0.15.3": "first", "0.16.1": "first", "0.19.2": "all"}
+CELLS = {"0.14.0": "first", "0.15.3": "first", "0.16.1": "first", "0.19.2": "all"}
 
 ID = "mtp-tied-checkpoint"
 BESIDE = [id for id in (ID, "mtp-without-te") if shim.plan()[id].wanted]
-needed = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="nothing fixes this release")
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="nothing fixes this release")
 TWO = Layout(pp=2)
 
 
@@ -108,3 +111,9 @@ def test_the_optimizer_comes_along(ranks, tmp_path):
     loaded = ranks[2].run(inside, TWO, optimizer_loaded, str(tmp_path))
     for right, found in zip(saved, loaded, strict=True):
         assert right and all(torch.equal(*pair) for pair in zip(right, found, strict=True))
+
+
+@pytest.mark.skipif(NEEDED, reason="this release is fixed")
+def test_the_loader_of_this_release_refuses_two_copies():
+    loader = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    assert shim.plan()[ID].action == "not-needed" and not hasattr(loader, "CheckpointableShardedTensor")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from shim import testing
 from shim.testing import Layout
-from shim.testing.proof import Here, proof
+from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.sharded import load, save
 
 
@@ -50,6 +51,9 @@ def off(directory: str, tied: bool) -> float:
 
 
 def after_a_file(here: Here, tied: bool) -> float:
+    loader: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
+    if not hasattr(loader, "CheckpointableShardedTensor"):
+        raise CannotRunError("the loader of this release refuses two copies of a weight on a rank: nothing fixes it")
     with tempfile.TemporaryDirectory() as directory:
         here.run(saved, directory, tied, layout=Layout(pp=2))
         found = [*here.run(off, directory, tied), *here.run(off, directory, tied, layout=Layout(pp=2))]
