@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold on a device: each storage once, with what it is for and whose it is."""
+"""What a model and its optimizer hold on a device, whatever their classes: each storage once, and whose it is."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ class Piece:
         self.kinds: set[str] = set()
         self.parts: dict[tuple[str, str], int] = {}
 
-    def add(self, kind: str, name: str, nbytes: int) -> None:
-        """Note that `nbytes` of it are for `name`. What is said twice, as of a view of all, is left out."""
-        self.kinds.add(kind)
-        nbytes = min(nbytes, self.nbytes - sum(self.parts.values()))
-        if nbytes:
-            self.parts.setdefault((kind, name), nbytes)
-
     def shares(self) -> dict[tuple[str, str], int]:
-        """The parts; what belongs to no parameter is padding."""
-        (kind, name), rest = next(iter(self.parts)), self.nbytes - sum(self.parts.values())
-        return {**self.parts, (kind, f"padding beside {name}"): rest} if rest else self.parts
+        """The parts, of which those that are said twice, as of a view of all, are left out; and padding."""
+        rest, shares = self.nbytes, {}
+        for part, nbytes in self.parts.items():
+            shares[part] = min(nbytes, rest)
+            rest -= shares[part]
+        kind, name = next(iter(self.parts))
+        shares[kind, f"padding beside {name}"] = rest
+        return {part: nbytes for part, nbytes in shares.items() if nbytes}
 
     def obstacle(self) -> str:
         """Why its memory cannot be freed, or ""."""
@@ -65,23 +63,17 @@ class Found:
         self.optimizers: list[Any] = []
         self._names: dict[int, str] = {}  # id of a tensor -> the parameter that it is, or is made from
         self._seen: set[int] = set()
-        modules = [
-            (f"{start}{path}." if path else start, module)
-            for start, model in models.items()
-            for path, module in model.named_modules()
-        ]
-        for path, module in modules:
-            own = {**module._parameters, **module._buffers}
-            for name, value in own.items():
-                if value is not None:
-                    self._names.setdefault(id(value), path + name)
-                    self._tensor(value, WEIGHTS, path + name, sure=True)
-            if any(value is not None for value in own.values()) or module in models.values():
-                self.modules.append(module)
-        for path, module in modules:  # after all weights, because the rest may be views of them
-            for name, value in list(vars(module).items()):
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    self._inside(value, (name,), path + name, WEIGHTS)
+        for start, model in models.items():
+            for kind_of_tensor in (model.named_parameters, model.named_buffers):
+                for name, value in kind_of_tensor(remove_duplicate=False):
+                    self._names.setdefault(id(value), start + name)
+                    self._tensor(value, WEIGHTS, start + name, sure=True)
+        for start, model in models.items():  # after all weights, because the rest may be views of them
+            for path, module in model.named_modules():
+                self.modules += [module] if module is model or module._parameters or module._buffers else []
+                for name, value in list(vars(module).items()):
+                    if name not in ("_parameters", "_buffers", "_modules"):
+                        self._inside(value, (name,), start + f"{path}.{name}".lstrip("."), WEIGHTS)
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             groups = getattr(getattr(each, "optimizer", None), "param_groups", [])
             places = getattr(each, "model_param_group_index_map", {}) if groups else {}
@@ -93,23 +85,16 @@ class Found:
         """All tensors that `value` is, or holds. kind: of those whose names tell nothing else."""
         if isinstance(value, Tensor):
             self._tensor(value, _kind_of(path, kind), self._names.get(id(value), name), sure=False)
-        elif id(value) in self._seen or isinstance(value, (str, bytes, int, float, type, nn.Module)):
-            return
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            self._seen.add(id(value))
-            for place, held in enumerate(value):
-                self._inside(held, path, f"{name}.{place}", kind)
-        elif isinstance(value, Mapping) or _is_looked_into(value):
-            self._seen.add(id(value))
-            if hasattr(value, "step") and hasattr(value, "state_dict"):
-                self.optimizers.append(value)
-            for key, held in list((value if isinstance(value, Mapping) else vars(value)).items()):
-                if not isinstance(key, Tensor):
-                    self._inside(held, (*path, str(key)), f"{name}.{key}", kind)
-                    continue
-                self._inside(key, path, name, kind)
-                for part, state in held.items() if isinstance(held, Mapping) else [("", held)]:
-                    self._inside(state, (*path, str(part)), self._names.get(id(key), f"{name}.{part}"), kind)
+        held = {} if isinstance(value, Tensor) or id(value) in self._seen else _held(value)
+        self._seen |= {id(value)} if held else set()  # others may be gone, and their number with another
+        self.optimizers += [value] if held and hasattr(value, "step") and hasattr(value, "state_dict") else []
+        for key, each in held.items():
+            if not isinstance(key, Tensor):
+                self._inside(each, (*path, str(key)), f"{name}.{key}", kind)
+                continue
+            self._inside(key, path, name, kind)
+            for part, state in each.items() if isinstance(each, Mapping) else [("", each)]:
+                self._inside(state, (*path, str(part)), self._names.get(id(key), f"{name}.{part}"), kind)
 
     def _tensor(self, tensor: Tensor, kind: str, name: str, sure: bool) -> None:
         """Note a tensor, its gradient, and tensors that are its attributes: main_grad, main_param, the data of FP8.
@@ -120,13 +105,11 @@ class Found:
             return
         self._seen.add(id(tensor))
         self._add(tensor, kind, name, sure)
-        for key, held in list(vars(tensor).items()):
+        for key, held in {**vars(tensor), "grad": tensor.grad if tensor.is_leaf else None}.items():
             if isinstance(held, Tensor):
                 inner = _kind_of((key,), kind)
                 self._names.setdefault(id(held), name)
                 self._tensor(held, inner, name, sure and inner != MAIN)  # one in fp32 may be the weight itself
-        if tensor.is_leaf and tensor.grad is not None:
-            self._tensor(tensor.grad, GRADIENTS, name, sure)
 
     def _add(self, tensor: Tensor, kind: str, name: str, sure: bool) -> None:
         storage = tensor.untyped_storage()
@@ -140,7 +123,8 @@ class Found:
             piece = self.pieces[storage._cdata] = Piece(tensor)
         elif not sure and (kind == WEIGHTS or piece.kinds != {kind}):
             return  # a view of what is known
-        piece.add(kind, name, tensor.numel() * tensor.itemsize)
+        piece.kinds.add(kind)
+        piece.parts.setdefault((kind, name), tensor.numel() * tensor.itemsize)
 
 
 def _kind_of(path: Iterable[str], otherwise: str) -> str:
@@ -151,6 +135,10 @@ def _kind_of(path: Iterable[str], otherwise: str) -> str:
     return otherwise
 
 
-def _is_looked_into(value: Any) -> bool:
+def _held(value: Any) -> dict[Any, Any]:
+    """What a container or an object holds, by key or name."""
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        return dict(value if isinstance(value, Mapping) else enumerate(value))
     own = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    return hasattr(value, "__dict__") and (bool(own & _PACKAGES) or isinstance(value, torch.optim.Optimizer))
+    looked_into = own & _PACKAGES or isinstance(value, torch.optim.Optimizer)
+    return dict(vars(value)) if looked_into and hasattr(value, "__dict__") and not isinstance(value, nn.Module) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -34,7 +35,7 @@ class _Refusal:
 
     def __init__(self, owner: Any, name: str, kinds: Collection[str]) -> None:
         self.owner, self.name, self.kinds = owner, name, kinds
-        self.own = vars(owner).get(name)  # what the object itself had there, mostly nothing
+        self.own = {name: vars(owner)[name]} if name in vars(owner) else {}
         self.call = getattr(owner, name)
         self.by: list[Guard] = []
 
@@ -52,41 +53,28 @@ class _Refusal:
 
 
 class Guard:
-    """While up, methods of these objects that need one of `kinds` raise OffloadError. Any number may be up at once."""
+    """While up, methods of objects that need one of `kinds` raise OffloadError. Any number may be up at once."""
 
-    def __init__(
-        self,
-        modules: Iterable[Any],
-        optimizers: Iterable[Any],
-        kinds: Collection[str],
-        where: str,
-        but: Collection[str] = (),
-    ) -> None:
-        """but: methods that may be called."""
+    def __init__(self, kinds: Collection[str], where: str) -> None:
         self.kinds, self.where = kinds, where
         self._up: list[_Refusal] = []
-        for objects, methods in ((modules, _OF_MODULES), (optimizers, _OF_OPTIMIZERS)):
-            wanted = [(name, needs) for name, needs in methods.items() if needs & set(kinds) and name not in but]
-            for owner in objects:
-                for name, needs in wanted:
-                    if callable(getattr(owner, name, None)):
-                        self._put_up(owner, name, needs)
 
-    def _put_up(self, owner: Any, name: str, needs: Collection[str]) -> None:
-        refusal = vars(owner).get(name)
-        if not isinstance(refusal, _Refusal):
-            refusal = vars(owner)[name] = _Refusal(owner, name, needs)
-        refusal.by.append(self)
-        self._up.append(refusal)
+    def put_up(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> None:
+        for objects, methods in ((modules, _OF_MODULES), (optimizers, _OF_OPTIMIZERS)):
+            wanted = [(name, needs) for name, needs in methods.items() if needs & set(self.kinds)]
+            for owner, (name, needs) in itertools.product(objects, wanted):
+                method = getattr(owner, name, None)
+                if callable(method):
+                    refusal = method if isinstance(method, _Refusal) else _Refusal(owner, name, needs)
+                    self._up.append(refusal)
+                    refusal.by.append(self)
+                    vars(owner)[name] = refusal
 
     def take_down(self) -> None:
         for refusal in self._up:
-            refusal.by.remove(self)
+            refusal.by = [guard for guard in refusal.by if guard is not self]
             held = vars(refusal.owner)
-            if refusal.by or held.get(refusal.name) is not refusal:  # whoever has wrapped it meanwhile calls through
-                continue
-            if refusal.own is None:
+            if not refusal.by and held.get(refusal.name) is refusal:  # else whoever has wrapped it since calls through
                 del held[refusal.name]
-            else:
-                held[refusal.name] = refusal.own
+                held.update(refusal.own)
         self._up = []

@@ -1,4 +1,8 @@
-"""The public function, and what it returns."""
+"""The public function, and what it returns.
+
+A storage is freed by a resize to nothing, and made again by one to its size. So every tensor stays the object that it
+is, and every view a view: parameters, shards of them, main_grad, buckets, tied weights.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,18 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shim._errors import OffloadError, OptionError
-from shim._offload.found import GRADIENTS, KINDS, MAIN, OPTIMIZER, WEIGHTS, Found, Piece
+from shim._offload.found import GRADIENTS, KINDS, WEIGHTS, Found, Piece
 from shim._offload.guards import Guard
 from shim._offload.memory import Copy
 
-__all__ = ["Left", "Offloaded", "offload", "offload_optimizer"]
+__all__ = ["Left", "Offloaded", "offload"]
 
 _LOCK = threading.RLock()  # one sleep or wake at a time: two that share a storage would both copy it
 
@@ -28,7 +33,7 @@ class Left(NamedTuple):
     why: str
 
 
-class Offloaded:
+class Offloaded(AbstractContextManager["Offloaded"]):
     """What `offload` has moved to the host, until `restore`. Also a context manager, which restores at its end.
 
     freed: kind -> name of the parameter -> bytes. left: kind -> name of the parameter -> Left(bytes, why).
@@ -37,11 +42,8 @@ class Offloaded:
     def __init__(self, where: str) -> None:
         self.freed: dict[str, Counter[str]] = {}
         self.left: dict[str, dict[str, Left]] = {}
-        self.where = where  # the call of shim.offload()
-        self._copied: list[Piece] = []
-        self._zero: list[Piece] = []  # gradients without a copy
-        self._copy: Copy | None = None
-        self._guard = Guard((), (), (), where)
+        self._copy = Copy((), self)
+        self._guard = Guard(self.freed, where)
 
     def restore(self) -> None:
         """Put everything back where it was, in the same tensors. A second call does nothing.
@@ -50,61 +52,25 @@ class Offloaded:
         Then all of it is still on the host, and restore() can be called again.
         """
         with _LOCK:
-            if self._copy is None:
-                return
-            pieces = [*self._copied, *self._zero]
-            for kind, name in (part for piece in pieces if piece.storage.nbytes() for part in piece.parts):
+            copy = self._copy
+            for kind, name in (part for piece in copy.pieces if piece.storage.nbytes() for part in piece.parts):
                 raise OffloadError(
-                    f"{kind} of {name} got memory from other code while asleep by shim.offload() at {self.where}. The "
-                    "values are still on the host. Let either shim or that code put them back, and free that memory"
+                    f"{kind} of {name} got memory from other code while asleep by shim.offload(), called at "
+                    f"{self._guard.where}. The values are still on the host. Free that memory first"
                 )
             try:
-                for piece in pieces:
-                    piece.storage.resize_(piece.nbytes)
-                for piece in self._zero:
-                    piece.flat().zero_()
-                self._copy.run(back=True)
+                copy.put_back()
+                self._copy = Copy((), self)
             except BaseException as error:
-                self._free(pieces)
+                copy.free()
                 if not isinstance(error, Exception):
                     raise
                 raise OffloadError(
-                    f"{_size(pieces)} cannot be put back on the device: {error!r}. All of it is still on the host. "
-                    "Free memory of the device, and call restore() again"
+                    f"{copy} cannot be put back on the device: {error!r}. All of it is still on the host. Free memory "
+                    "of the device, and call restore() again"
                 ) from error
-            self._copy.release()
-            self._copied, self._zero, self._copy = [], [], None
+            copy.release()
             self._guard.take_down()
-
-    def _sleep(self, found: Found, pieces: Sequence[Piece], owner: Any, pin: bool, but: Sequence[str] = ()) -> None:
-        gradients = [piece for piece in pieces if piece.kinds == {GRADIENTS}]
-        some = torch.stack([piece.flat().any() for piece in gradients]).tolist() if gradients else []
-        self._zero = [piece for piece, nonzero in zip(gradients, some, strict=True) if not nonzero]
-        self._copied = [piece for piece in pieces if piece not in self._zero]
-        try:
-            copy = Copy(self._copied, owner, pin)
-            copy.run(back=False)
-        except Exception as error:
-            raise OffloadError(
-                f"{_size(self._copied)} cannot be copied to the host: {error}. Nothing was moved. Free memory of the "
-                "host, pass pin=False, or name less in what="
-            ) from error
-        self._copy = copy
-        try:
-            self._guard = Guard(found.modules, found.optimizers, list(self.freed), self.where, but)
-            self._free(pieces)
-        except BaseException:
-            self._free(pieces)  # restore() takes all or nothing, and every value is on the host
-            self.restore()
-            raise
-
-    @staticmethod
-    def _free(pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            piece.storage.resize_(0)
-
-    def __enter__(self) -> Offloaded:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.restore()
@@ -119,10 +85,6 @@ def offload(
     models: nn.Module | Iterable[nn.Module], optimizer: Any = None, *, what: Sequence[str] = KINDS, pin: bool = True
 ) -> Offloaded:
     """Move what training needs to the host, and give its memory on the device back. `restore()` puts it back.
-
-        asleep = shim.offload(model, optimizer)
-        ...                                        # rollout
-        asleep.restore()
 
     models: the model, or its virtual pipeline chunks, wrapped or not. optimizer: of megatron-core, or None.
     what: any of "optimizer" (its states), "main_weights" (copies of weights in fp32), "gradients" (buffers, and those
@@ -141,38 +103,34 @@ def offload(
     chunks = [models] if isinstance(models, nn.Module) else list(models)
     if not chunks or not set(wanted) <= set(KINDS):
         raise OptionError(f"shim.offload() takes models, of which there are {len(chunks)}, and what= of {KINDS}")
-    caller = sys._getframe(1)
+    caller: Any = sys._getframe(1)
+    while caller.f_globals.get("__name__", "").startswith("shim.patches."):  # methods of megatron-core's that call it
+        caller = caller.f_back
     asleep = Offloaded(f"{caller.f_code.co_filename}:{caller.f_lineno}")
     with _LOCK:
         _refuse_what_cannot_sleep(chunks, wanted)
         _wait_for_messages(chunks)
         found = Found({f"{place}:" if place else "": chunk for place, chunk in enumerate(chunks)}, optimizer)
-        asleep._sleep(found, _chosen(found, wanted, asleep), chunks[0], pin)
-        if GRADIENTS in wanted:
-            _drop_scratch(asleep)
-        _empty_cache(found)
-    return asleep
-
-
-def offload_optimizer(optimizer: Any, weights: Iterable[nn.Parameter], where: str) -> Offloaded:
-    """Move states and main weights alone: for methods of the optimizer itself, which may be called meanwhile.
-
-    weights: the model's, which stay. where: the call, for messages.
-    """
-    asleep = Offloaded(where)
-    with _LOCK:
-        found = Found({"": nn.ParameterList(weights)}, optimizer)
-        found.modules = []
-        pieces = _chosen(found, (OPTIMIZER, MAIN), asleep)
-        asleep._sleep(found, pieces, optimizer, pin=True, but=("offload_to_cpu", "restore_from_cpu"))
-        _empty_cache(found)
-    return asleep
-
-
-def _empty_cache(found: Found) -> None:
-    """Else torch keeps the memory for itself."""
-    for runtime in {getattr(torch, piece.tensor.device.type) for piece in found.pieces.values()}:
-        runtime.empty_cache()
+        asleep._copy = copy = Copy(_chosen(found, wanted, asleep), chunks[0])
+        try:
+            copy.make(pin)
+        except Exception as error:
+            raise OffloadError(
+                f"{copy} cannot be copied to the host: {error}. Nothing was moved. Free memory of the host, pass "
+                "pin=False, or name less in what="
+            ) from error
+        try:
+            asleep._guard.put_up(found.modules, found.optimizers)
+            copy.free()
+            if GRADIENTS in wanted:
+                _drop_scratch(asleep)
+            for runtime in {getattr(torch, piece.tensor.device.type) for piece in found.pieces.values()}:
+                runtime.empty_cache()  # else torch keeps the memory for itself
+            return asleep
+        except BaseException:
+            copy.free()  # restore() takes all or nothing, and every value is on the host
+            asleep.restore()
+            raise
 
 
 def _chosen(found: Found, wanted: Sequence[str], asleep: Offloaded) -> list[Piece]:
@@ -196,8 +154,8 @@ def _drop_scratch(asleep: Offloaded) -> None:
     """Tensors without a value to keep, which are made on demand: they are not put back."""
     te: Any = sys.modules.get("transformer_engine.pytorch.module.base")
     workspace: Any = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
-    for name, held in (("dummy gradients", (te, "_dummy_wgrads")), ("workspace", (workspace, "buffer"))):
-        scratch: dict[Any, Tensor] = getattr(*held, {})
+    dummies, buffers = getattr(te, "_dummy_wgrads", {}), getattr(workspace, "buffer", {})
+    for name, scratch in (("dummy gradients", dummies), ("workspace", buffers)):
         size = sum(each.numel() * each.itemsize for each in scratch.values() if each.device.type != "cpu")
         scratch.clear()
         if size:
@@ -226,7 +184,3 @@ def _refuse_what_cannot_sleep(chunks: Iterable[nn.Module], wanted: Sequence[str]
             reason = f"has buffers that are registered with NCCL. Leave {' and '.join(moved)} out of what="
         if reason:
             raise OffloadError(f"shim.offload(): {type(module).__name__} {reason}")
-
-
-def _size(pieces: Iterable[Piece]) -> str:
-    return f"{sum(piece.nbytes for piece in pieces):,} bytes"

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shim._offload.found import Piece
+from shim._offload.found import GRADIENTS, Piece
 
 __all__ = ["Copy"]
 
@@ -19,30 +19,62 @@ _SPARE: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()  # chunks tha
 
 
 class Copy:
-    """Bytes of storages on the host, packed into chunks. owner: the object that keeps the chunks for the next time."""
+    """Storages of the device, and their bytes on the host, packed into chunks. Gradients that are zero have no copy.
 
-    def __init__(self, pieces: Sequence[Piece], owner: Any, pin: bool) -> None:
+    owner: the object that keeps the chunks for the next time.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], owner: Any) -> None:
+        self.pieces = pieces
         self._owner = owner
+        self._zero: set[Piece] = set()
         self._chunks: list[Tensor] = []
         self._runs: list[tuple[Tensor, Tensor]] = []  # (bytes of the host, bytes of the device)
-        total = sum(piece.nbytes for piece in pieces)
-        spare = [chunk for chunk in _SPARE.get(owner, []) if chunk.is_pinned() == pin]
+
+    def __str__(self) -> str:
+        return f"{sum(piece.nbytes for piece in self.pieces):,} bytes"
+
+    def make(self, pin: bool) -> None:
+        """Copy to the host."""
+        gradients = [piece for piece in self.pieces if piece.kinds == {GRADIENTS}]
+        some = torch.stack([piece.flat().any() for piece in gradients]).tolist() if gradients else []
+        self._zero = {piece for piece, nonzero in zip(gradients, some, strict=True) if not nonzero}
+        copied = [piece for piece in self.pieces if piece not in self._zero]
+        total = sum(piece.nbytes for piece in copied)
+        spare = [chunk for chunk in _SPARE.get(self._owner, []) if chunk.is_pinned() == pin]
         for begin in range(0, total, _CHUNK):
             size = min(_CHUNK, total - begin)
             fitting = min((chunk for chunk in spare if len(chunk) >= size), key=len, default=None)
             spare = [chunk for chunk in spare if chunk is not fitting]
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pin) if fitting is None else fitting)
-        _SPARE[owner] = spare
+        _SPARE[self._owner] = spare
         place = 0
-        for piece in pieces:
+        for piece in copied:
             flat = piece.flat()
             while len(flat):
                 room = self._chunks[place // _CHUNK][place % _CHUNK :][: len(flat)]
                 self._runs.append((room, flat[: len(room)]))
                 flat, place = flat[len(room) :], place + len(room)
+        self._run(back=False)
 
-    def run(self, back: bool) -> None:
-        """Copy to the host, or back, behind all work of the device, and wait."""
+    def free(self) -> None:
+        """Give the memory of the device back. Views of it stay views."""
+        for piece in self.pieces:
+            piece.storage.resize_(0)
+
+    def put_back(self) -> None:
+        for piece in self.pieces:
+            piece.storage.resize_(piece.nbytes)
+        for piece in self._zero:
+            piece.flat().zero_()
+        self._run(back=True)
+
+    def release(self) -> None:
+        """Keep the chunks for the next copy of this owner."""
+        _SPARE.setdefault(self._owner, []).extend(self._chunks)
+
+    def _run(self, back: bool) -> None:
+        """Copy one way, behind all work of the device, and wait."""
         if self._runs:
             runtime: Any = getattr(torch, self._runs[0][1].device.type)
             runtime.synchronize()  # work of any stream may still use this memory
@@ -51,7 +83,3 @@ class Copy:
                 for host, device in self._runs:
                     (device if back else host).copy_(host if back else device, non_blocking=True)
             stream.synchronize()
-
-    def release(self) -> None:
-        """Keep the chunks for the next copy of this owner."""
-        _SPARE.setdefault(self._owner, []).extend(self._chunks)

@@ -218,6 +218,7 @@ TESTED_IN = {
     "_config_override.values": "unit/test_config_override",
     "_offload.found": "ops/test_offload",
     "_offload.guards": "ops/test_offload",
+    "_offload.handle": "ops/test_offload",
     "_planning.decision": "unit/test_plan",
     "ops._stash_layout": "ops/test_paged_stash_triton",
     "_engine.chains": "engine/test_bind",

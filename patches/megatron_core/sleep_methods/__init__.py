@@ -18,15 +18,15 @@ Delete when: 0.16 is the oldest supported release.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
+from shim._offload import Offloaded, offload
 from shim._offload.found import Piece
-from shim._offload.handle import Offloaded, offload_optimizer
 from shim._offload.memory import Copy
 from shim._resources import Bindings, Resource
 
@@ -35,16 +35,19 @@ BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer."
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 GROUPS = ("model_float16_groups", "model_fp32_groups", "float16_groups", "fp32_from_fp32_groups")
 
+_MODELS: WeakKeyDictionary[Any, nn.Module] = WeakKeyDictionary()  # by optimizer: what keeps the memory of the host
 _ASLEEP: WeakKeyDictionary[Any, Offloaded] = WeakKeyDictionary()  # by optimizer
-_WEIGHTS: WeakKeyDictionary[Any, tuple[Piece, Copy]] = WeakKeyDictionary()  # by buffer
+_WEIGHTS: WeakKeyDictionary[Any, Copy] = WeakKeyDictionary()  # by buffer
 _GRADIENTS: WeakKeyDictionary[Any, Piece] = WeakKeyDictionary()
 
 
 def offload_to_cpu(self: Any) -> None:
     """Move states and main weights to the host."""
     if self not in _ASLEEP:
-        caller = sys._getframe(1)
-        _ASLEEP[self] = offload_optimizer(self, _weights(self), f"{caller.f_code.co_filename}:{caller.f_lineno}")
+        model = _MODELS.setdefault(self, nn.ParameterList(_weights(self)))
+        _ASLEEP[self] = offload(model, self, what=("optimizer", "main_weights"))
+        for name in ("offload_to_cpu", "restore_from_cpu"):
+            vars(self).pop(name, None)  # refused while others have moved it
 
 
 def restore_from_cpu(self: Any) -> None:
@@ -55,7 +58,7 @@ def restore_from_cpu(self: Any) -> None:
         del _ASLEEP[self]
 
 
-def _weights(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+def _weights(optimizer: Any) -> Iterator[nn.Parameter]:
     """The model's, of which it knows some alone by its buffers."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if each is not optimizer:
@@ -66,7 +69,7 @@ def _weights(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         for group in (group for name in GROUPS for group in getattr(each, name, None) or []):
             yield from group
         for group in getattr(getattr(each, "optimizer", None), "param_groups", []):
-            yield from (weight for weight in group["params"] if isinstance(weight, torch.nn.Parameter))
+            yield from (weight for weight in group["params"] if isinstance(weight, nn.Parameter))
 
 
 def buffer_offload_to_cpu(self: Any, move_params: bool = True, move_grads: bool = True) -> None:
@@ -77,21 +80,17 @@ def buffer_offload_to_cpu(self: Any, move_params: bool = True, move_grads: bool 
         _GRADIENTS[self] = Piece(self.grad_data)
         _GRADIENTS[self].storage.resize_(0)
     if move_params and (move_grads or not shared) and one and self not in _WEIGHTS:
-        piece = Piece(self.param_data)
-        copy = Copy([piece], self, pin=True)
-        copy.run(back=False)
-        piece.storage.resize_(0)
-        _WEIGHTS[self] = piece, copy
+        copy = Copy([Piece(self.param_data)], self)
+        copy.make(pin=True)
+        copy.free()
+        _WEIGHTS[self] = copy
 
 
 def reload_from_cpu(self: Any, move_params: bool = True, move_grads: bool = True) -> None:
     """Put weights back, and make gradients of zeros."""
     if move_params and self in _WEIGHTS:
-        piece, copy = _WEIGHTS[self]
-        piece.storage.resize_(piece.nbytes)
-        copy.run(back=True)
-        copy.release()
-        del _WEIGHTS[self]
+        _WEIGHTS[self].put_back()
+        _WEIGHTS.pop(self).release()
     if move_grads and self in _GRADIENTS:
         gradients = _GRADIENTS[self]
         gradients.storage.resize_(gradients.nbytes)
