@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,10 +36,9 @@ class Piece:
     def shares(self) -> dict[tuple[str, str], int]:
         """The parts, of which those that are said twice, as of a view of all, are left out; and padding."""
         rest, shares = self.nbytes, {}
-        for part, nbytes in self.parts.items():
-            shares[part] = min(nbytes, rest)
-            rest -= shares[part]
-        kind, name = next(iter(self.parts))
+        for (kind, name), nbytes in self.parts.items():
+            shares[kind, name] = min(nbytes, rest)
+            rest -= shares[kind, name]
         shares[kind, f"padding beside {name}"] = rest
         return {part: nbytes for part, nbytes in shares.items() if nbytes}
 
@@ -64,10 +64,9 @@ class Found:
         self._names: dict[int, str] = {}  # id of a tensor -> the parameter that it is, or is made from
         self._seen: set[int] = set()
         for start, model in models.items():
-            for kind_of_tensor in (model.named_parameters, model.named_buffers):
-                for name, value in kind_of_tensor(remove_duplicate=False):
-                    self._names.setdefault(id(value), start + name)
-                    self._tensor(value, WEIGHTS, start + name, sure=True)
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                self._names.setdefault(id(value), start + name)
+                self._tensor(value, WEIGHTS, start + name, sure=True)
         for start, model in models.items():  # after all weights, because the rest may be views of them
             for path, module in model.named_modules():
                 self.modules += [module] if module is model or module._parameters or module._buffers else []
@@ -85,7 +84,7 @@ class Found:
         """All tensors that `value` is, or holds. kind: of those whose names tell nothing else."""
         if isinstance(value, Tensor):
             self._tensor(value, _kind_of(path, kind), self._names.get(id(value), name), sure=False)
-        held = {} if isinstance(value, Tensor) or id(value) in self._seen else _held(value)
+        held = {} if id(value) in self._seen else _held(value)
         self._seen |= {id(value)} if held else set()  # others may be gone, and their number with another
         self.optimizers += [value] if held and hasattr(value, "step") and hasattr(value, "state_dict") else []
         for key, each in held.items():
@@ -105,7 +104,10 @@ class Found:
             return
         self._seen.add(id(tensor))
         self._add(tensor, kind, name, sure)
-        for key, held in {**vars(tensor), "grad": tensor.grad if tensor.is_leaf else None}.items():
+        own = dict(vars(tensor))
+        with contextlib.suppress(RuntimeError):  # a view of memory that is asleep cannot tell
+            own["grad"] = tensor.grad if tensor.is_leaf else None
+        for key, held in own.items():
             if isinstance(held, Tensor):
                 inner = _kind_of((key,), kind)
                 self._names.setdefault(id(held), name)
@@ -140,5 +142,5 @@ def _held(value: Any) -> dict[Any, Any]:
     if isinstance(value, (list, tuple, set, frozenset, Mapping)):
         return dict(value if isinstance(value, Mapping) else enumerate(value))
     own = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    looked_into = own & _PACKAGES or isinstance(value, torch.optim.Optimizer)
-    return dict(vars(value)) if looked_into and hasattr(value, "__dict__") and not isinstance(value, nn.Module) else {}
+    known = (own & _PACKAGES or isinstance(value, torch.optim.Optimizer)) and not isinstance(value, (nn.Module, Tensor))
+    return dict(getattr(value, "__dict__", {})) if known else {}

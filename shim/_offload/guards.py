@@ -40,10 +40,9 @@ class _Refusal:
         self.by: list[Guard] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        no_backward = self.name == "forward" and not torch.is_grad_enabled()  # which writes gradients
         for guard in list(self.by):
-            asleep = [kind for kind in guard.kinds if kind in self.kinds]
-            if self.name == "forward" and not torch.is_grad_enabled():  # no backward follows, which writes gradients
-                asleep = [kind for kind in asleep if kind == WEIGHTS]
+            asleep = [kind for kind in guard.kinds if kind in (_WEIGHTS if no_backward else self.kinds)]
             if asleep:
                 raise OffloadError(
                     f"{type(self.owner).__name__}.{self.name}() needs what is asleep: {', '.join(asleep)}, by "
@@ -61,10 +60,9 @@ class Guard:
 
     def put_up(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> None:
         for objects, methods in ((modules, _OF_MODULES), (optimizers, _OF_OPTIMIZERS)):
-            wanted = [(name, needs) for name, needs in methods.items() if needs & set(self.kinds)]
-            for owner, (name, needs) in itertools.product(objects, wanted):
+            for owner, (name, needs) in itertools.product(objects, methods.items()):
                 method = getattr(owner, name, None)
-                if callable(method):
+                if needs & set(self.kinds) and callable(method):
                     refusal = method if isinstance(method, _Refusal) else _Refusal(owner, name, needs)
                     self._up.append(refusal)
                     refusal.by.append(self)

@@ -25,8 +25,7 @@ class Copy:
     """
 
     def __init__(self, pieces: Sequence[Piece], owner: Any) -> None:
-        self.pieces = pieces
-        self._owner = owner
+        self.pieces, self._owner = pieces, owner
         self._zero: set[Piece] = set()
         self._chunks: list[Tensor] = []
         self._runs: list[tuple[Tensor, Tensor]] = []  # (bytes of the host, bytes of the device)
@@ -65,8 +64,8 @@ class Copy:
     def put_back(self) -> None:
         for piece in self.pieces:
             piece.storage.resize_(piece.nbytes)
-        for piece in self._zero:
-            piece.flat().zero_()
+            if piece in self._zero:
+                piece.flat().zero_()
         self._run(back=True)
 
     def release(self) -> None:

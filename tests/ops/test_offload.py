@@ -145,6 +145,16 @@ def test_a_view_of_a_weight_that_the_optimizer_steps_on_is_the_weight(net):
         assert asleep.freed["weights"]["first.weight"] == 64 and "main_weights" not in asleep.left
 
 
+def test_a_view_of_memory_that_sleeps_is_left_alone(net):
+    """torch cannot say whether such a view is a leaf, once its base has changed in place."""
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    sgd.param_groups[0]["params"] = [net.first.weight.view(-1)[8:]]  # as that of a distributed optimizer in fp32
+    with torch.no_grad():
+        net.first.weight.add_(1)
+    with shim.offload(net, what="weights"), shim.offload(net, sgd) as rest:
+        assert rest.freed.keys() == {"gradients"}
+
+
 def test_memory_of_others_stays_and_is_named(net):
     stuck = torch.zeros(4).numpy()
     net.foreign = torch.zeros(4, device="cuda")
@@ -152,6 +162,15 @@ def test_memory_of_others_stays_and_is_named(net):
     asleep = shim.offload(net)
     assert asleep.left == {"weights": {"foreign": (16, "its memory belongs to other code and cannot be freed")}}
     asleep.restore()
+
+
+def test_bytes_that_are_no_whole_elements_stay(net):
+    net.odd = torch.zeros(7, dtype=torch.uint8, device="cuda")[:4].view(torch.float32)
+    with shim.offload(net) as asleep:
+        assert {name: part.why for name, part in asleep.left["weights"].items()} == {
+            "odd": "its bytes are no whole number of elements",
+            "padding beside odd": "its bytes are no whole number of elements",
+        }
 
 
 def test_gradients_that_are_zero_are_not_copied(net, adam):
@@ -179,6 +198,22 @@ def test_copies_are_pinned_and_waited_for_once(net, adam):
     assert counts.host_reads.total() == 4  # the device and the stream, both ways
 
 
+def test_messages_under_way_are_waited_for_before_anything_is_read(net):
+    """A sum of gradients over ranks still writes."""
+    arrives = mock.Mock(wait=lambda: net.first.bias.grad.fill_(3.0))
+    net.bucket_groups = [SimpleNamespace(param_gather_handle=None, grad_reduce_handle=arrives)]
+    shim.offload(net, what="gradients").restore()
+    del net.bucket_groups
+    assert net.first.bias.grad.tolist() == [3.0] * 4
+
+
+def test_the_device_gets_the_memory_from_torch(net, adam):
+    held_then = []
+    with mock.patch.object(torch.cuda, "empty_cache", lambda: held_then.append(held(net, adam))):
+        shim.offload(net, adam).restore()
+    assert held_then == [0]
+
+
 def chunks(net):
     return [chunk.data_ptr() for chunk in memory._SPARE.get(net, [])]
 
@@ -186,6 +221,7 @@ def chunks(net):
 def test_host_memory_is_reused_while_the_model_lives(net, adam):
     shim.offload(net, adam).restore()
     first = chunks(net)
+    assert all(chunk.is_pinned() for chunk in memory._SPARE[net])
     one, other = shim.offload(net, adam, what="weights"), shim.offload(net, adam, what="optimizer")
     one.restore()
     other.restore()
@@ -195,6 +231,8 @@ def test_host_memory_is_reused_while_the_model_lives(net, adam):
         with shim.offload(net, adam, what="weights"), shim.offload(net, adam, what="optimizer"):
             pass
     assert sorted(chunks(net)) == sorted(several)
+    shim.offload(net, adam, pin=False).restore()
+    assert not any(chunk.is_pinned() for chunk in memory._SPARE[net])
     kept = weakref.ref(memory._SPARE[net][0])
     memory._SPARE.pop(net)
     gc.collect()
@@ -361,11 +399,13 @@ class Interrupt:
     def during(self, call):
         sys.settrace(self.trace)
         try:
-            return call()
+            done = call()
         except KeyboardInterrupt:
             return None
         finally:
             sys.settrace(None)
+        assert self.left > 0, "the interrupt was swallowed"
+        return done
 
 
 def swept(net, adam, begin, after, stride):
@@ -466,7 +506,7 @@ class Quantized(torch.Tensor):
     @staticmethod
     def __new__(cls, data, scale):
         make = torch.Tensor._make_wrapper_subclass
-        made = make(cls, data.shape, dtype=torch.bfloat16, device="meta", requires_grad=False)
+        made = make(cls, data.shape, dtype=torch.bfloat16, device="cuda", requires_grad=False)
         made._data, made._scale_inv = data, scale
         return made
 
