@@ -2,6 +2,7 @@
 
 import pytest
 import sleep_cases
+import torch
 from sleep_cases import EXPERTS, Case
 from thorough import in_full
 
@@ -16,9 +17,10 @@ TABLES = 1024  # bytes of no model: tables of positions in the cache of a functi
 ONE = {
     "experts": Case("distributed", model=EXPERTS),
     "bf16": Case("plain"),
-    "fp32": Case("plain", half=False),
+    "fp16": Case("distributed", half=torch.float16),
+    "fp32": Case("plain", half=None),
     "distributed, MTP": Case("distributed", mtp=1),
-    "distributed, fp32": Case("distributed", half=False),
+    "distributed, fp32": Case("distributed", half=None),
     "SGD": Case("sgd"),
     "Muon": Case("muon"),
     "precision-aware": Case("aware"),
@@ -28,7 +30,7 @@ ONE = {
 # Stages that share a weight move it to the device themselves, when they are built on the CPU.
 UNTIED = {"share_embeddings_and_output_weights": False}
 TWO = {
-    "PP 2": Case("distributed", layout=Layout(pp=2), model=UNTIED),
+    "PP 2, VP 2": Case("distributed", layout=Layout(pp=2, vp=2), model={**UNTIED, "num_layers": 4}),
     "TP 2, SP": Case("plain", layout=Layout(tp=2, sequence_parallel=True)),
     "EP 2": Case("distributed", layout=Layout(ep=2), model=EXPERTS),
     "DP 2": Case("distributed", world=2),
@@ -58,6 +60,7 @@ def check(found):
     assert asleep <= TABLES and found.left == {}
     assert before == sum(found.freed.values()) + asleep
     assert after == before - found.dropped
+    assert not any("exp_avg" in name or "master_param" in name for name in found.names)  # states have weights' names
 
 
 def run(ranks, case, function=sleep_cases.slept):

@@ -26,7 +26,9 @@ from shim.testing.proof import CannotRunError
 from shim.testing.schedules import run_microbatches
 
 TOKENS, VOCABULARY = 16, 64
-HALF: Mapping[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# The scale of the loss grows behind every second step.
+SCALER = {"initial_loss_scale": 256.0, "min_loss_scale": 1.0, "loss_scale_window": 2, "hysteresis": 1}
 EXPERTS: Mapping[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -42,15 +44,17 @@ EXPERTS: Mapping[str, Any] = {
 class Case:
     """A training. optimizer: "plain", "distributed", "sgd", "muon", or "aware" and "offloaded", which are distributed.
 
+    half: the type of weights, or None for fp32; fp16 has a scaler of the loss. sums_in_half: of gradients, by DDP.
     model: options of the model; mtp: layers of multi-token prediction.
     """
 
     optimizer: str = "plain"
-    half: bool = True
+    half: torch.dtype | None = torch.bfloat16
     layout: Layout = field(default_factory=Layout)
     world: int = 1
     lora: bool = False
     mtp: int | None = None
+    sums_in_half: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,26 +70,30 @@ class Training:
         from megatron.core.optimizer import OptimizerConfig
 
         self.case = case
-        options = {"mtp_num_layers": case.mtp, **(HALF if case.half else {}), **case.model}
+        options = {"mtp_num_layers": case.mtp, **case.model}
+        if case.half:
+            options |= {FLAGS[case.half]: True, "params_dtype": case.half, "pipeline_dtype": case.half}
         if case.layout.sequence_parallel:
             options["sequence_parallel"] = True
-        model = testing.build_gpt(**options)
-        if case.lora:
-            testing.add_lora(model)
-        if case.half:
-            model.bfloat16()
-        model.cuda()
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=case.distributed, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+            use_distributed_optimizer=case.distributed,
+            overlap_grad_reduce=False,
+            grad_reduce_in_fp32=not case.sums_in_half,
         )
-        self.model: Any = DistributedDataParallel(model.config, ddp, model)
+        self.models: list[Any] = []
+        for model in testing.build_chunks(**options):
+            if case.lora:
+                testing.add_lora(model)
+            self.models.append(DistributedDataParallel(model.config, ddp, model.to(case.half).cuda()))
+        self.model = self.models[0]
         kind = case.optimizer if case.optimizer in ("sgd", "muon") else "adam"
         aware = case.optimizer == "aware"
         config = (aware_config if aware else functools.partial(OptimizerConfig, optimizer=kind))(
             lr=1e-2,
             weight_decay=0.1,
             clip_grad=0.0,
-            bf16=case.half,
+            **({FLAGS[case.half]: True} if case.half else {}),
+            **(SCALER if case.half == torch.float16 else {}),
             use_distributed_optimizer=case.distributed,
             **({"sgd_momentum": 0.9} if kind == "sgd" else {}),
             **(
@@ -94,10 +102,13 @@ class Training:
                 else {}
             ),
         )
-        self.optimizer: Any = make(config, [self.model])
+        self.optimizer: Any = make(config, self.models)
+        for model in self.models:
+            model.config.grad_scale_func = self.optimizer.scale_loss
 
     def step(self, number: int) -> None:
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.passes(number)
         self.optimizer.step()
@@ -107,13 +118,15 @@ class Training:
         from megatron.core.distributed import finalize_model_grads
 
         rows = [row_of(2 * number + each) for each in range(2)]
-        run_microbatches(self.model, rows, mean_of_row, TOKENS)
-        finalize_model_grads([self.model])
+        run_microbatches(self.models, rows, mean_of_row, TOKENS)
+        finalize_model_grads(self.models)
 
     def values(self) -> dict[str, Tensor]:
         """Weights, buffers and all states of the optimizer."""
-        found = {name: copied(value) for name, value in self.model.module.named_parameters()}
-        found |= {f"buffer {name}": copied(value) for name, value in self.model.module.named_buffers()}
+        found = {"scale of the loss": torch.tensor(float(self.optimizer.get_loss_scale()))}
+        for chunk, model in enumerate(self.models):
+            found |= {f"{chunk} {name}": copied(value) for name, value in model.module.named_parameters()}
+            found |= {f"{chunk} buffer {name}": copied(value) for name, value in model.module.named_buffers()}
         for place, each in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
             inner = getattr(each, "optimizer", each)
             weights = [weight for group in inner.param_groups for weight in group["params"]]
@@ -187,7 +200,7 @@ def need(case: Case) -> None:
 class Slept:
     """bytes: before, asleep, after. freed: by kind. dropped: of that, the workspace, which is not put back.
 
-    left: as of the handle. differ: names of values that differ from those without a sleep.
+    left: as of the handle. differ: names of values that differ from those without a sleep. names: of what was freed.
     """
 
     bytes: tuple[int, int, int]
@@ -195,13 +208,24 @@ class Slept:
     dropped: int
     left: dict[str, dict[str, Any]]
     differ: list[str]
+    names: set[str]
 
 
 def offloaded(training: Training) -> Any:
-    return shim.offload(training.model, training.optimizer)
+    return shim.offload(training.models, training.optimizer)
 
 
-def others_handle(restore: Callable[[], None]) -> Any:
+def by_methods(training: Training, buffers_first: bool = False) -> Any:
+    """Asleep by megatron-core's own methods."""
+    buffers = [each for model in training.models for each in (*model.buffers, *model.expert_parallel_buffers)]
+    sleep = [training.optimizer.offload_to_cpu, *(each.offload_to_cpu for each in buffers)]
+    wake = [training.optimizer.restore_from_cpu, *(each.reload_from_cpu for each in buffers)]
+    for each in [*reversed(sleep), *reversed(sleep)] if buffers_first else [*sleep, *sleep]:  # again moves nothing
+        each()
+    return others_handle(lambda: [each() for each in (wake if buffers_first else reversed(wake))])
+
+
+def others_handle(restore: Callable[[], Any]) -> Any:
     """As of shim.offload, for other people's functions, which say neither what they have freed nor what is left."""
     return SimpleNamespace(restore=restore, freed={"gradients": {"workspace": 0}}, left={})
 
@@ -232,7 +256,8 @@ def slept(case: Case, sleep: Callable[[Training], Any] = offloaded) -> Slept:
     assert found.keys() == right.keys()
     differ = [name for name, value in found.items() if not torch.equal(value, right[name])]
     freed = {kind: sum(parts.values()) for kind, parts in handle.freed.items()}
-    return Slept((before, asleep, after), freed, handle.freed["gradients"]["workspace"], handle.left, differ)
+    names = {name for parts in handle.freed.values() for name in parts}
+    return Slept((before, asleep, after), freed, handle.freed["gradients"]["workspace"], handle.left, differ, names)
 
 
 def refused_asleep(case: Case) -> list[str]:
