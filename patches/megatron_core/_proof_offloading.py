@@ -80,6 +80,8 @@ def offloading(te: bool = True) -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "current_stream", Stream),
+        (torch.cpu, "Stream", Stream),
+        (torch.cpu, "stream", lambda stream: contextlib.nullcontext()),
         (distrib_optimizer, "HAVE_APEX_OR_TE", te),
         (optimizer_config, "is_te_min_version", lambda *args, **kwargs: True),  # asked of TE that is not there
         (distrib_optimizer, "quantize_param_shard", lambda *args, **kwargs: None),  # 0.12 needs TE, also without FP8

@@ -1,19 +1,33 @@
-"""sleep-methods: methods of 0.16 move what they move there, to the same bits, and beside shim.offload."""
+"""sleep-methods and optimizer-restored-shards: megatron-core's methods free all, to the same bits."""
+
+import functools
 
 import pytest
 import sleep_cases
 from sleep_cases import Case
+from thorough import in_full
 
 import shim
 
-CELLS = {"0.14.0": "all", "0.15.3": "first", "0.16.1": "first"}
+ABOUT = ["sleep-methods", "optimizer-restored-shards"]
+CELLS = {"0.14.0": "all", "0.15.3": "first", "0.16.1": "all"}
 
 ID = "sleep-methods"
 NEEDED = shim.plan()[ID].wanted
-IDS = [ID, "optimizer-restored-shards"]  # whose fixes the methods of 0.15 and later need
-WANTED = [id for id in IDS if shim.plan()[id].wanted]
-# What is in no buffer stays: weights of a model with a plain optimizer. In bytes, with tables of positions.
-LEFT = {"distributed": 1024, "aware": 1024, "offloaded": 1024, "plain": 34_816}
+WANTED = [id for id in ABOUT if shim.plan()[id].wanted]
+TABLES = 1024  # bytes of buffers of modules, of the optimizer's flags, and of no model
+
+CASES = {
+    "LoRA": Case("distributed", lora=True, sums_in_half=True),
+    "plain": Case("plain", sums_in_half=True),
+    "precision-aware": Case("aware"),
+    "on the CPU": Case("offloaded"),
+    "fp32": Case("plain", half=None),
+    "distributed, fp32": Case("distributed", half=None),
+}
+# On stock the process ends here: the optimizer copies shards of a buffer that has no memory.
+BUFFERS_FIRST = {"precision-aware", "distributed, fp32"}
+IN_FULL = {"fp32", "distributed, fp32"}
 
 
 @pytest.fixture(autouse=True)
@@ -21,36 +35,22 @@ def on_cpu():
     """In the place of the fixture that turns CUDA into the CPU."""
 
 
-def by_methods(training):
-    buffers = [*training.model.buffers, *training.model.expert_parallel_buffers]
-    training.optimizer.offload_to_cpu()
-    training.optimizer.offload_to_cpu()  # a second call moves nothing
-    for buffer in buffers:
-        buffer.offload_to_cpu()
-
-    def restore():
-        for buffer in buffers:
-            buffer.reload_from_cpu()
-        training.optimizer.restore_from_cpu()
-
-    return sleep_cases.others_handle(restore)
-
-
 def slept(case, sleep):
     with shim.patched(only=WANTED, require=WANTED):
         return sleep_cases.slept(case, sleep)
 
 
-@pytest.mark.parametrize("optimizer", LEFT)
-def test_two_steps_sleep_and_two_steps_are_four(ranks, optimizer):
-    (found,) = ranks[1].run(slept, Case(optimizer), by_methods)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=in_full if name in IN_FULL else ()) for name in CASES])
+def test_two_steps_sleep_and_two_steps_are_four(ranks, name):
+    sleep = functools.partial(sleep_cases.by_methods, buffers_first=name in BUFFERS_FIRST)
+    (found,) = ranks[1].run(slept, CASES[name], sleep)
     before, asleep, after = found.bytes
     assert found.differ == []
-    assert asleep <= LEFT[optimizer] and after == before
+    assert asleep <= TABLES and after == before
 
 
 def with_shim_behind(training):
-    methods = by_methods(training)
+    methods = sleep_cases.by_methods(training)
     handle = sleep_cases.offloaded(training)
 
     def restore():
@@ -63,7 +63,30 @@ def with_shim_behind(training):
 def test_shim_takes_what_the_methods_leave(ranks):
     (found,) = ranks[1].run(slept, Case("plain"), with_shim_behind)
     before, asleep, after = found.bytes
-    assert found.differ == [] and asleep <= 1024 and after == before
+    assert found.differ == [] and asleep <= TABLES and after == before
+
+
+def frozen_moved_by_others(training):
+    """As a trainer does that looks at the device of frozen weights, and moves them when the buffers are gone."""
+    frozen = [weight for weight in training.model.parameters() if not weight.requires_grad]
+    methods = sleep_cases.by_methods(training)
+    for weight in frozen:
+        if weight.device.type != "cpu":
+            weight.data = weight.data.cpu()
+
+    def restore():
+        for weight in frozen:
+            if weight.device.type == "cpu":
+                weight.data = weight.data.cuda()
+        methods.restore()
+
+    return sleep_cases.others_handle(restore)
+
+
+def test_a_trainer_may_move_frozen_weights_itself(ranks):
+    (found,) = ranks[1].run(slept, CASES["LoRA"], frozen_moved_by_others)
+    before, asleep, after = found.bytes
+    assert found.differ == [] and asleep <= TABLES and after == before
 
 
 def refused():

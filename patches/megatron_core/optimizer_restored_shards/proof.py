@@ -83,6 +83,67 @@ def changed_by_a_sleep() -> int:
     return sum(not torch.equal(found[name], right[name]) for name in right)
 
 
+def wrapped_in_half(distributed: bool = False, half: bool = True, lora: bool = False) -> tuple[Any, Any]:
+    """A model in DDP, and its optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None, **(HALF if half else {}))
+    if lora:
+        testing.add_lora(model)
+    model = model.bfloat16() if half else model
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, bf16=half, use_distributed_optimizer=distributed)
+    return wrapped, get_megatron_optimizer(config, [wrapped])
+
+
+def weights_moved_by_the_optimizer() -> int:
+    """Weights of a model in fp32 that have other memory while the plain optimizer is on the host."""
+    with offloading():
+        wrapped, optimizer = wrapped_in_half(half=False)
+        if not hasattr(optimizer, "offload_to_cpu"):
+            raise LacksFeatureError("its optimizers cannot be offloaded")
+        before = {name: weight.data_ptr() for name, weight in wrapped.named_parameters()}
+        optimizer.offload_to_cpu()
+        found = {name: weight.data_ptr() for name, weight in wrapped.named_parameters()}
+        optimizer.restore_from_cpu()
+        return sum(found[name] != before[name] for name in before)
+
+
+def gradients_left() -> int:
+    """Gradients of main weights on the device while the optimizer is on the host."""
+    with offloading():
+        _, optimizer = wrapped_in_half()
+        if not hasattr(optimizer, "offload_to_cpu"):
+            raise LacksFeatureError("its optimizers cannot be offloaded")
+        chained = getattr(optimizer, "chained_optimizers", [optimizer])
+        weights = [weight for each in chained for group in each.optimizer.param_groups for weight in group["params"]]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)  # as a step makes it of a sum in bf16
+        gradients = [weight.grad for weight in weights]
+        optimizer.offload_to_cpu()
+        found = sum(gradient.untyped_storage().nbytes() > 0 for gradient in gradients)
+        optimizer.restore_from_cpu()
+        return found
+
+
+def weights_left(lora: bool) -> int:
+    """Weights on the device while all buffers of the model are on the host: of a plain optimizer, or with LoRA."""
+    with offloading():
+        wrapped, _ = wrapped_in_half(distributed=lora, lora=lora)
+        buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+        if not hasattr(buffers[0], "offload_to_cpu"):
+            raise LacksFeatureError("its buffers cannot be offloaded")
+        storages = [weight.untyped_storage() for weight in wrapped.module.parameters()]
+        for buffer in buffers:
+            buffer.offload_to_cpu()
+        found = sum(storage.nbytes() > 0 for storage in storages)
+        for buffer in buffers:
+            buffer.reload_from_cpu()
+        return found
+
+
 @proof(
     "{:.0f} of 11 weights differ after 4 steps",
     right="bit-equal",
@@ -119,3 +180,55 @@ def states_on_the_host_stay_there(here: Here) -> int:
     `offload_to_cpu` has moved.
     """
     return here.run(moved_by_a_sleep)[0]
+
+
+@proof(
+    "{:.0f} of 11 weights of the model moved",
+    right="they stay",
+    crashes=r"^NameError: name 'logging' is not defined$",
+)
+def weights_of_the_model_stay(here: Here) -> int:
+    """`offload_to_cpu` of the optimizer moves the model, if it is in fp32 and the optimizer is not distributed.
+
+    To reproduce: wrap a GPTModel in fp32 in DistributedDataParallel, and make its optimizer by get_megatron_optimizer
+    with `OptimizerConfig()`. Call `optimizer.offload_to_cpu()`, as training by reinforcement does before it samples
+    from the model. All weights of the model are on the CPU then. After `restore_from_cpu()` they are back, and have
+    lost the hooks of DistributedDataParallel: torch makes a new gradient accumulator for data of another device.
+    """
+    return here.run(weights_moved_by_the_optimizer)[0]
+
+
+@proof(
+    "{:.0f} gradients stay on the device",
+    right="none",
+    defect="memory",
+    crashes=r"^NameError: name 'logging' is not defined$",
+)
+def gradients_of_main_weights_leave(here: Here) -> int:
+    """`offload_to_cpu` of an optimizer leaves the gradients of main weights on the GPU: four bytes for each parameter.
+
+    To reproduce: wrap a GPTModel in bf16 in DistributedDataParallel with the defaults of its config, which sum
+    gradients in bf16. Take a step. Call `optimizer.offload_to_cpu()`, and look at `grad` of the weights in
+    `optimizer.optimizer.param_groups`.
+    """
+    return here.run(gradients_left)[0]
+
+
+@proof("{:.0f} of 11 weights stay on the device", right="none", defect="memory")
+def weights_in_no_buffer_leave(here: Here) -> int:
+    """`offload_to_cpu` of all buffers leaves a model with a plain optimizer on the GPU.
+
+    To reproduce: wrap a GPTModel in DistributedDataParallel with `use_distributed_optimizer=False`, and call
+    `offload_to_cpu()` of each of its buffers. They hold gradients alone.
+    """
+    return here.run(weights_left, False)[0]
+
+
+@proof("{:.0f} of 11 weights stay on the device", right="none", defect="memory")
+def frozen_weights_leave(here: Here) -> int:
+    """`offload_to_cpu` of all buffers leaves frozen weights on the GPU, which under LoRA are nearly all.
+
+    To reproduce: freeze the weights of a GPTModel, add adapters, wrap it in DistributedDataParallel, and call
+    `offload_to_cpu()` of each of its buffers. Frozen weights lie in none.
+    """
+    return here.run(weights_left, True)[0]

@@ -8,8 +8,9 @@ it ends with an AttributeError.
 The patch adds them, with the arguments of 0.16. States and main weights move to pinned memory, by storages, so that
 every tensor and view stays the object that it is. A step and a checkpoint of an optimizer that is asleep raise
 OffloadError. Weights of a buffer are copied, and gradients are dropped and come back as zeros, as in 0.16. What the
-later methods leave stays here, too: weights that are in no buffer, as frozen ones. `shim.offload` takes all, on every
-release.
+methods of 0.16 leave goes too, as with optimizer-restored-shards: gradients of main weights, weights of a model with a
+plain optimizer, and frozen weights of a model that was wrapped in DDP after shim.apply(). Buffers of modules stay.
+`shim.offload` takes all, on every release.
 
 Upstream: these are no defects of a release.
 
@@ -29,9 +30,11 @@ from shim._offload import Offloaded, offload
 from shim._offload.found import Piece
 from shim._offload.memory import Copy
 from shim._resources import Bindings, Resource
+from shim.patches.megatron_core import _left_by_a_sleep as left
 
 OPTIMIZER = "megatron.core.optimizer.optimizer:MegatronOptimizer."
 BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer."
+WRAPPER = "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__"
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 GROUPS = ("model_float16_groups", "model_fp32_groups", "float16_groups", "fp32_from_fp32_groups")
 
@@ -44,6 +47,8 @@ _GRADIENTS: WeakKeyDictionary[Any, Piece] = WeakKeyDictionary()
 def offload_to_cpu(self: Any) -> None:
     """Move states and main weights to the host."""
     if self not in _ASLEEP:
+        for each in getattr(self, "chained_optimizers", [self]):
+            left.gradients_leave(each)
         model = _MODELS.setdefault(self, nn.ParameterList(_weights(self)))
         _ASLEEP[self] = offload(model, self, what=("optimizer", "main_weights"))
         for name in ("offload_to_cpu", "restore_from_cpu"):
@@ -56,6 +61,8 @@ def restore_from_cpu(self: Any) -> None:
     if asleep is not None:
         asleep.restore()
         del _ASLEEP[self]
+        for each in getattr(self, "chained_optimizers", [self]):
+            left.gradients_return(each)
 
 
 def _weights(optimizer: Any) -> Iterator[nn.Parameter]:
@@ -84,6 +91,8 @@ def buffer_offload_to_cpu(self: Any, move_params: bool = True, move_grads: bool 
         copy.make(pin=True)
         copy.free()
         _WEIGHTS[self] = copy
+    if move_params:
+        left.weights_leave(self)
 
 
 def reload_from_cpu(self: Any, move_params: bool = True, move_grads: bool = True) -> None:
@@ -91,6 +100,8 @@ def reload_from_cpu(self: Any, move_params: bool = True, move_grads: bool = True
     if move_params and self in _WEIGHTS:
         _WEIGHTS[self].put_back()
         _WEIGHTS.pop(self).release()
+    if move_params:
+        left.weights_return(self)
     if move_grads and self in _GRADIENTS:
         gradients = _GRADIENTS[self]
         gradients.storage.resize_(gradients.nbytes)
@@ -122,7 +133,7 @@ def restore_grad_buffers(self: Any, synchronize: bool = True) -> None:
 
 
 def _held() -> str:
-    number = len(_ASLEEP) + len(_WEIGHTS)
+    number = len(_ASLEEP) + len(_WEIGHTS) + left.held()
     return f"copies on the host of {number} optimizers and buffers that are asleep" if number else ""
 
 
@@ -136,7 +147,8 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Bindings:
     }
     if variant == "v0_12":
         methods |= {f"{OPTIMIZER}offload_to_cpu": offload_to_cpu, f"{OPTIMIZER}restore_from_cpu": restore_from_cpu}
-    return Bindings({target: _added(method) for target, method in methods.items()}, Resource(_held))
+    added: dict[str, Callable[[Any], Any]] = {target: _added(method) for target, method in methods.items()}
+    return Bindings({**added, WRAPPER: left.remember}, Resource(_held))
 
 
 def _added(method: Callable[..., None]) -> Callable[[Any], Any]:
