@@ -91,6 +91,8 @@ def steps(dry: bool) -> list[Step]:
     found.append(Step("paged stash", "text", stash, 40, PAIRS[1], True))
     cross_entropy = [python, "benchmarks/te_cross_entropy.py", "--tree", f"{{site {PAIRS[1]}}}"]
     found.append(Step("cross entropy", "text", [*cross_entropy, *["--cpu"] * dry], 40, PAIRS[1], True))
+    sleep = [python, "benchmarks/sleep.py", "--measure", "--release", PAIRS[1].partition("+")[0]]
+    found.append(Step("sleep", "text", sleep, 45, PAIRS[1], True))
     found += [Step("steps without TE", "text", of_release[pair], 60, pair, True) for pair in reversed(PAIRS)]
     return found
 

@@ -1,5 +1,9 @@
 """shim.offload: two steps, sleep, wake and two steps are four steps, bit for bit, and nothing asked for stays."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sleep_cases
 import torch
@@ -12,6 +16,7 @@ from shim.testing import Layout
 ABOUT = []
 CELLS = {"0.12.0": "first", "0.19.2": "all"}
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 TABLES = 1024  # bytes of no model: tables of positions in the cache of a function
 
 ONE = {
@@ -93,3 +98,16 @@ def test_four_ranks(ranks, name):
 @pytest.mark.parametrize("optimizer", ["distributed", pytest.param("plain", marks=in_full)])
 def test_what_needs_a_sleeping_model_is_refused(ranks, optimizer):
     assert run(ranks[1], Case(optimizer), sleep_cases.refused_asleep) == [[]]
+
+
+@in_full
+def test_the_benchmark_runs_on_a_pretended_device():
+    """Of a GPU it takes the seconds; here it shows that each way gives the same weights."""
+    program = [sys.executable, "benchmarks/sleep.py", "--measure", "--pretend"]
+    told = subprocess.run(program, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert [line.split("  ")[0] for line in told.splitlines()[2:]] == [
+        "the link",
+        "shim.offload",
+        "megatron-core's methods",
+        "as verl does",
+    ]
