@@ -312,7 +312,8 @@ def test_sourced_files_are_followed(tmp_path, name):
 
 @pytest.mark.parametrize("line", ["bash models/x.sh", 'exec "$(dirname "$0")/models/x.sh" "$@"', "./models/x.sh"])
 def test_a_script_that_this_one_runs_is_read(tmp_path, line):
-    written(tmp_path, {"models/x.sh": "python3 train.py --rollout-batch-size 8 --num-experts 8 --tensor-model-parallel-size $TP"})
+    text = "python3 train.py --rollout-batch-size 8 --num-experts 8 --tensor-model-parallel-size $TP"
+    written(tmp_path, {"models/x.sh": text})
     run = run_of(tmp_path, f"export TP=4\n{line}", name="run.sh")
     assert run.facts["moe"] and run.facts["tp"] and run.facts["cp"] is False
 
