@@ -44,6 +44,23 @@ def _layernorm_linear(self, inp, is_first_microbatch=None, **ignored):
     return (out, normed) if self.return_layernorm_output else out
 
 
+def _grouped_linear(self, inp, m_splits, is_first_microbatch=None, **ignored):
+    """A product for each group of rows, with the group's own weight."""
+    sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
+    biases = [_used(getattr(self, f"bias{i}", None)) for i in range(self.num_gemms)]
+    added = [None] * self.num_gemms if self.return_bias else biases
+    parts = inp.reshape(-1, inp.shape[-1]).split(sizes)
+    out = torch.cat([F.linear(part, getattr(self, f"weight{i}"), added[i]) for i, part in enumerate(parts)])
+    return (out, biases) if self.return_bias else out
+
+
+def _general_gemm(A, B, out_dtype=None, *ignored, layout="TN", bias=None, grad=False, **also_ignored):
+    """[product, and three that nobody reads]. The letters of the layout say which of A and B is transposed."""
+    left, right = (B.T if layout[1] == "T" else B), (A.T if layout[0] == "T" else A)
+    product = left.to(out_dtype) @ right.to(out_dtype)
+    return [product if bias is None or grad else product + bias, None, None, None]
+
+
 def _used(bias):
     """Without bias the layers have an empty one."""
     return bias if bias is not None and bias.numel() else None
@@ -70,6 +87,20 @@ def te_modules_on_cpu():
     ]
     with _substituted(substitutes):
         yield
+
+
+def experts_on_cpu():
+    """Inside, Transformer Engine's layers of experts run on CPU. A patch of their forward is in conflict with it."""
+    import transformer_engine.pytorch as te
+
+    return _substituted([(te.GroupedLinear, "forward", _grouped_linear)])
+
+
+def products_on_cpu():
+    """Inside, megatron-core's routers compute the matrix products that they ask of Transformer Engine on CPU."""
+    from transformer_engine.pytorch import cpp_extensions
+
+    return _substituted([(cpp_extensions, "general_gemm", _general_gemm)])
 
 
 def te_modules_built():

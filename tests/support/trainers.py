@@ -25,9 +25,8 @@ from shim.testing.releases import FetchError, cache_dir, environment, fetch
 VERSIONS = {"mcore-bridge": "1.6.5", "ms-swift": "4.6.0", "verl": "0.9.1", "liger-kernel": "0.8.5"}
 
 _TESTS = Path(__file__).resolve().parents[1]
-_LIBRARIES = _TESTS / "integration/libraries.txt"
 # Searched last: a library that is really there wins.
-_STAND_INS = _TESTS / "integration/stand_ins"
+STAND_INS = _TESTS / "integration/stand_ins"
 
 
 class StoryError(AssertionError):
@@ -35,9 +34,10 @@ class StoryError(AssertionError):
 
 
 @functools.cache
-def libraries():
+def libraries(name="libraries.txt"):
     """The directory with what trainers import, installed once into the cache, one per list and version of Python."""
-    wanted = _LIBRARIES.read_bytes()
+    listed = _TESTS / "integration" / name
+    wanted = listed.read_bytes()
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     target = cache_dir() / "trainers" / f"libraries-{hashlib.sha256(wanted).hexdigest()[:12]}-{python}"
     if target.exists():
@@ -46,7 +46,7 @@ def libraries():
     with tempfile.TemporaryDirectory(prefix=".libraries-", dir=target.parent) as scratch:
         installed = Path(scratch) / "installed"
         command = [sys.executable, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary", ":all:", "--target", str(installed), "--requirement", str(_LIBRARIES)]
+        command += ["--only-binary", ":all:", "--target", str(installed), "--requirement", str(listed)]
         subprocess.run(command, check=True)
         try:
             installed.rename(target)
@@ -65,12 +65,16 @@ def directories(trainers, core, te):
     for trainer in trainers:
         name, _, version = trainer.partition("==")
         found.append(fetch(version or VERSIONS[name], name))
-    return [*found, libraries(), _STAND_INS, _TESTS / "integration", _TESTS / "support"]
+    return [*found, libraries(), STAND_INS, _TESTS / "integration", _TESTS / "support"]
 
 
 @functools.cache
 def _environment(trainers, core, te):
-    environ = environment(directories(trainers, core, te))
+    return without_a_run(environment(directories(trainers, core, te)))
+
+
+def without_a_run(environ):
+    """A process's variables without those of the run that it belongs to, and with those that keep trainers offline."""
     left_out = ("MEGATRON_SHIM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_", "RAY_")
     kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     if "MEGATRON_SHIM_CACHE" in environ:
