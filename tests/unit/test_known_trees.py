@@ -1,6 +1,7 @@
 """Evidence that ships with shim: what proofs have shown on commits and forks counts for those bodies alone."""
 
 import json
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -216,7 +217,9 @@ def test_evidence_about_other_names_is_stale():
 
 
 def test_the_table_is_small():
-    assert TREES.stat().st_size <= 300_000, "it ships in the wheel"
+    """In the wheel, which is a zip; and so that a plan on an unknown tree, which reads it, takes a few milliseconds."""
+    assert len(zlib.compress(TREES.read_bytes())) <= 150_000
+    assert TREES.stat().st_size <= 450_000
 
 
 def test_each_commit_is_in_the_table():
