@@ -196,8 +196,16 @@ def with_gated_norm() -> nn.Module:
         tp=parallel_state.get_tensor_model_parallel_group(), cp=parallel_state.get_context_parallel_group()
     )
     mixer = module.MambaMixer(config, parts, HIDDEN, **dict.fromkeys(taken, groups))
-    inner = mixer.norm.weight.numel()
-    fill(mixer.in_proj.weight[:inner], 0)
+    inner, heads = mixer.norm.weight.numel(), mixer.A_log.numel()
+    states = (mixer.conv1d.weight.shape[0] - inner) // 2
+    # Each rank has a part of each section, so that its rows are not neighbours in the whole weight.
+    for weight, sections in (
+        (mixer.in_proj.weight, [inner, inner, states, states, heads]),
+        *((weight, [inner, states, states]) for weight in (mixer.conv1d.weight, mixer.conv1d.bias)),
+        *((weight, [heads]) for weight in (mixer.dt_bias, mixer.A_log, mixer.D)),
+    ):
+        for section in weight.split(sections):
+            fill(section, 0)
     fill(mixer.norm.weight, 0)
     fill(mixer.out_proj.weight, 1)
     mlp = model.decoder.layers[0].mlp
