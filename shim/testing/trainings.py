@@ -25,6 +25,7 @@ from .footprint import Footprint, python_calls
 from .fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
 from .layout import Layout, layout_initialised
 from .model import build_gpt
+from .multi_tensor import multi_tensor_ops
 from .oracle import run_packed, run_schedule, worst
 from .packing import PackedRow, pack, random_sequences
 from .proof import on_device
@@ -111,7 +112,8 @@ def stepping(training: Training, te: bool = False) -> Iterator[Callable[[], obje
 
     te: whether it runs beside Transformer Engine.
     """
-    with on_device("cpu", te=te), layout_initialised(training.layout), _fresh(training):
+    fused = multi_tensor_ops() if te else nullcontext()  # by which its Adam steps, and gradients are clipped
+    with on_device("cpu", te=te), fused, layout_initialised(training.layout), _fresh(training):
         torch.manual_seed(0)
         _, step = _prepared(training)
         step()
