@@ -161,7 +161,7 @@ def apply(**given: Unpack[Given]) -> Report:
     if a patch fails. The failed patch is rolled back as a whole.
     The demands hold for what is imported later as well: an import of another copy that does not meet them raises
     NotMetError.
-    Logs one INFO line in the first process of a job, with the digest and how to do without shim.
+    Logs one INFO line in the first process of a job, with how to do without shim.
     """
     wanted = _make_plan(Arguments(**given), "apply")
     _engine.ENGINE.switch_to(wanted)
@@ -181,7 +181,7 @@ def _say_how_it_ends(process: int) -> None:
         return  # a forked process, or the program has reverted
     try:
         report = status()
-        states = report.summary.replace("shim: ", "", 1)
+        states = report.counted
         about = report.concern or _asked_for(current.options.concerns)
     except ShimError as error:
         states, about = str(error), ""

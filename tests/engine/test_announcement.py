@@ -134,7 +134,7 @@ def test_below_shim_run_the_end_says_what_is_applied_and_concerns_the_run(job, c
     assert registered == [(_api._say_how_it_ends, os.getpid())]
     report = shim.status()
     assert ended(job, capsys) == (
-        f"{report.summary.replace('shim: ', 'shim at the end: ')}; which of them concern this run is not known: "
+        f"shim at the end: {report.counted}; which of them concern this run is not known: "
         "name what it trains (shim run --concerns mtp,packed,lora)"
     )
     shim.apply(concerns="mtp,cp")
