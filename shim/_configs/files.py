@@ -29,7 +29,7 @@ class Search:
     followed: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # who names it, and what
     passed: list[tuple[str, str]] = field(default_factory=list)  # the same of files that set up an environment
-    others: list[str] = field(default_factory=list)  # scripts that a script runs, and that were not read
+    others: list[str] = field(default_factory=list)  # scripts that scripts run, and that were not found
     open_files: list[Path] = field(default_factory=list)  # those that are being read, outermost first
 
     def find(self, name: str, beside: Path) -> Path | None:

@@ -33,11 +33,13 @@ def read_all(paths: Sequence[str], search: Search, trainers: Sequence[Trainer]) 
     """The files one over the other. OptionError if one cannot be read, or has no settings."""
     found = Reading()
     for path in paths:
+        before = len(search.others)
         runs = list(_read(Path(path), search, found, trainers))
         if not runs:
-            runs_others = f". It runs {', '.join(search.others)}, which was not found" if search.others else ""
+            others = ", ".join(search.others[before:])
             what = "neither a YAML mapping, nor --flags, nor a.b=c"
-            raise OptionError(f"{search.asked} {path} has no settings: {what}{runs_others}")
+            what += f". It runs {others}, which was not found" if others else ""
+            raise OptionError(f"{search.asked} {path} has no settings: {what}")
         found.runs = [merged(below, above) for below in found.runs or [{}] for above in runs]
     return found
 

@@ -236,13 +236,14 @@ class Script:
             while words and words[0] in _PREFIXES:
                 words = words[1:]
             inner = [word for word in words if _is_script(word)]
-            by_shell = len(words) > 1 and words[0].rpartition("/")[2] in _SHELLS and not words[1].startswith("-")
-            if by_shell or (words and words[0].endswith(".sh")):
-                self._other(words[int(by_shell)], maybe)
+            if len(words) > 1 and words[0].rpartition("/")[2] in _SHELLS and not words[1].startswith("-"):
+                self._other(words[1], maybe)
             elif inner and self.depth < NESTED:
                 self._nested("\n".join(inner), maybe)
             elif words:
-                self.commands.append(Command(tuple(words), maybe))
+                if words[0].endswith(".sh"):
+                    self._other(words[0], maybe)
+                self.commands.append(Command(tuple(words), maybe))  # a script's arguments are settings, too
             if words and words[0].rpartition("/")[2] in (*_SHELLS, "srun", "ssh"):
                 for body in bodies:
                     self._nested(body.text, maybe)
@@ -280,10 +281,9 @@ class Script:
     def _other(self, name: str, maybe: bool) -> None:
         """Another script that this one runs. If it is not at hand, it may be any tool: it is not missed."""
         file = None if NOT_SAID in name else self.search.find(name.lstrip(MAYBE), self.file.parent)
-        if file is None or not file.is_file() or file.suffix != ".sh" or self.depth >= NESTED:
+        if file is None or not file.is_file():
             self.search.others.append(name.lstrip(MAYBE).replace(NOT_SAID, "..."))
-            return
-        if file.resolve() not in self.search.open_files:
+        elif file.suffix == ".sh" and self.depth < NESTED and file.resolve() not in self.search.open_files:
             self._file(file, maybe, f"{self.file}, bash {name}")
 
     def _file(self, file: Path, maybe: bool, by: str) -> None:

@@ -318,6 +318,20 @@ def test_a_script_that_this_one_runs_is_read(tmp_path, line):
     assert run.facts["moe"] and run.facts["tp"] and run.facts["cp"] is False
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_arguments_of_a_script_are_settings(tmp_path, is_there):
+    written(tmp_path, {"models/x.sh": "python3 train.py --rollout-batch-size 8 --num-experts 8"} if is_there else {})
+    run = run_of(tmp_path, "./models/x.sh --rollout-batch-size 8 --tensor-model-parallel-size 2", name="run.sh")
+    assert run.facts["tp"] and bool(run.facts.get("moe")) == is_there
+
+
+def test_a_script_names_only_what_it_runs_itself(tmp_path):
+    first = "bash away.sh\npython3 train.py --num-experts 8"
+    written(tmp_path, {"first.sh": first, "second.sh": "bash here", "here": ""})
+    with pytest.raises(OptionError, match=r"second\.sh has no settings: [^.]*a\.b=c$"):
+        run_of_configs([str(tmp_path / "first.sh"), str(tmp_path / "second.sh")], True)
+
+
 def test_a_script_without_settings_says_what_it_runs(tmp_path):
     with pytest.raises(OptionError, match=r"has no settings.* It runs away/\.\.\.\.sh, which was not found"):
         run_of(tmp_path, 'bash "away/$BASE.sh"', name="run.sh")
