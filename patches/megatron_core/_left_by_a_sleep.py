@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from shim._offload.found import GRADIENTS, WEIGHTS, Piece
-from shim._offload.memory import Copy
+# What moves memory is imported at the first sleep, because most runs have none.
+if TYPE_CHECKING:
+    from shim._offload.found import Piece
+    from shim._offload.memory import Copy
 
 __all__ = [
     "gradients_leave",
@@ -56,6 +58,8 @@ def is_of_the_model(optimizer: Any) -> Callable[[Tensor], bool]:
 
 def gradients_leave(optimizer: Any) -> None:
     """Free the gradients of main weights, unless they are views of DDP's buffer."""
+    from shim._offload.found import GRADIENTS
+
     if optimizer not in _GRADIENTS:
         groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", [])
         of_the_model = is_of_the_model(optimizer)
@@ -71,6 +75,8 @@ def gradients_return(optimizer: Any) -> None:
 
 def weights_leave(buffer: Any) -> None:
     """Free weights of a buffer that holds gradients alone; with the first buffer of a model, its frozen weights."""
+    from shim._offload.found import WEIGHTS, Piece
+
     if buffer in _TRAINED:
         return
     frozen = [(weight, Piece(weight)) for weight in _in_no_buffer(buffer) if _is_on_device(weight)]
@@ -122,6 +128,9 @@ def _owns_memory(tensor: Tensor) -> bool:
 
 
 def _freed(tensors: Iterable[Tensor], kind: str, owner: Any) -> Copy:
+    from shim._offload.found import Piece
+    from shim._offload.memory import Copy
+
     pieces = {tensor.untyped_storage()._cdata: Piece(tensor) for tensor in tensors if _is_on_device(tensor)}
     for piece in pieces.values():
         piece.kinds.add(kind)
