@@ -99,30 +99,22 @@ def _without_weights_of_the_model(optimizer: Any) -> Iterator[None]:
             group["params"] = own
 
 
-def _buffer_offload(original: Function) -> Function:
-    moves_weights = argument(original, "move_params")
+def _buffer(also: Callable[[Any], None]) -> Callable[[Function], Function]:
+    """Around a method of a buffer that moves weights: also what it leaves."""
 
-    @functools.wraps(original)
-    def offload_to_cpu(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if moves_weights(args, kwargs):
-            left.weights_leave(args[0])
-        return result
+    def factory(original: Function) -> Function:
+        moves_weights = argument(original, "move_params")
 
-    return offload_to_cpu
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if moves_weights(args, kwargs):
+                also(args[0])
+            return result
 
+        return method
 
-def _buffer_reload(original: Function) -> Function:
-    moves_weights = argument(original, "move_params")
-
-    @functools.wraps(original)
-    def reload_from_cpu(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if moves_weights(args, kwargs):
-            left.weights_return(args[0])
-        return result
-
-    return reload_from_cpu
+    return factory
 
 
 def _states(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -150,6 +142,6 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Bindings:
         f"{MODULE}:logging": _logging,
     }
     if variant == "v0_16":
-        targets |= {f"{BUFFER}offload_to_cpu": _buffer_offload, f"{BUFFER}reload_from_cpu": _buffer_reload}
-        targets |= {WRAPPER: left.remember}
+        targets |= {f"{BUFFER}offload_to_cpu": _buffer(left.weights_leave)}
+        targets |= {f"{BUFFER}reload_from_cpu": _buffer(left.weights_return), WRAPPER: left.remember}
     return Bindings(targets, Resource(_held))

@@ -14,16 +14,22 @@ from shim.patches.megatron_core._proof_offloading import offloading, take_step
 from shim.testing.proof import Here, LacksFeatureError, proof
 
 HALF: Mapping[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+OF_0_15 = r"^NameError: name 'logging' is not defined$"
+
+
+def require_methods() -> None:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    if not hasattr(MegatronOptimizer, "restore_from_cpu"):
+        raise LacksFeatureError("its optimizers cannot be offloaded")
 
 
 def trained(aware: bool = True, half: bool = True, sleep: bool = False) -> dict[str, Tensor]:
     """The weights after four steps of the distributed optimizer, between which it is on the host, or not."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    if not hasattr(MegatronOptimizer, "restore_from_cpu"):
-        raise LacksFeatureError("its optimizers cannot be offloaded")
+    require_methods()
     torch.manual_seed(0)
     model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None, **(HALF if half else {}))
     model = model.bfloat16() if half else model
@@ -47,10 +53,8 @@ def moved_by_a_sleep() -> int:
     """States on the host that are on the device once the optimizer was offloaded and restored."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    if not hasattr(MegatronOptimizer, "restore_from_cpu"):
-        raise LacksFeatureError("its optimizers cannot be offloaded")
+    require_methods()
     model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None, **HALF).bfloat16()
     with offloading():
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
@@ -102,8 +106,7 @@ def weights_moved_by_the_optimizer() -> int:
     """Weights of a model in fp32 that have other memory while the plain optimizer is on the host."""
     with offloading():
         wrapped, optimizer = wrapped_in_half(half=False)
-        if not hasattr(optimizer, "offload_to_cpu"):
-            raise LacksFeatureError("its optimizers cannot be offloaded")
+        require_methods()
         before = {name: weight.data_ptr() for name, weight in wrapped.named_parameters()}
         optimizer.offload_to_cpu()
         found = {name: weight.data_ptr() for name, weight in wrapped.named_parameters()}
@@ -115,8 +118,7 @@ def gradients_left() -> int:
     """Gradients of main weights on the device while the optimizer is on the host."""
     with offloading():
         _, optimizer = wrapped_in_half()
-        if not hasattr(optimizer, "offload_to_cpu"):
-            raise LacksFeatureError("its optimizers cannot be offloaded")
+        require_methods()
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
         weights = [weight for each in chained for group in each.optimizer.param_groups for weight in group["params"]]
         for weight in weights:
@@ -147,7 +149,7 @@ def weights_left(lora: bool) -> int:
 @proof(
     "{:.0f} of 11 weights differ after 4 steps",
     right="bit-equal",
-    crashes=r"^NameError: name 'logging' is not defined$",
+    crashes=OF_0_15,
 )
 def a_restored_optimizer_trains_the_model(here: Here) -> int:
     """A precision-aware optimizer trains no weight of the model any more, once it was offloaded and restored.
@@ -167,7 +169,7 @@ def a_restored_optimizer_trains_the_model(here: Here) -> int:
 @proof(
     "{:.0f} states of weights on the host moved to the device",
     right="states on the host stay there",
-    crashes=r"^NameError: name 'logging' is not defined$",
+    crashes=OF_0_15,
 )
 def states_on_the_host_stay_there(here: Here) -> int:
     """After `restore_from_cpu` an optimizer with optimizer_cpu_offload has states of weights of the CPU on the GPU.
@@ -185,7 +187,7 @@ def states_on_the_host_stay_there(here: Here) -> int:
 @proof(
     "{:.0f} of 11 weights of the model moved",
     right="they stay",
-    crashes=r"^NameError: name 'logging' is not defined$",
+    crashes=OF_0_15,
 )
 def weights_of_the_model_stay(here: Here) -> int:
     """`offload_to_cpu` of the optimizer moves the model, if it is in fp32 and the optimizer is not distributed.
@@ -202,7 +204,7 @@ def weights_of_the_model_stay(here: Here) -> int:
     "{:.0f} gradients stay on the device",
     right="none",
     defect="memory",
-    crashes=r"^NameError: name 'logging' is not defined$",
+    crashes=OF_0_15,
 )
 def gradients_of_main_weights_leave(here: Here) -> int:
     """`offload_to_cpu` of an optimizer leaves the gradients of main weights on the GPU: four bytes for each parameter.
