@@ -35,14 +35,14 @@ ONE_TOKEN_EACH = "_shim_one_token_each"  # of tiles that are tokens
 
 
 def _init(original: Function, of_fp8: bool, of_config: bool) -> Function:
-    named = by_name(original)
+    named, patch_dim_of = by_name(original), argument(original, "patch_dim")
 
     @functools.wraps(original)
     def __init__(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         model, given = args[0], named(args, kwargs)
         config = given["vision_transformer_config"]
-        model._shim_patch_dim = given.get("patch_dim", 14)
+        model._shim_patch_dim = patch_dim_of(args, kwargs)
         tower = config.vision_model_type
         # Pixels are shuffled without class tokens.
         if tower not in CLASS_TOKENS or given.get("drop_vision_class_token") or given.get("pixel_shuffle"):
