@@ -103,8 +103,8 @@ def _convolved_scan(
     return _scan(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, z=z, seq_idx=seq_idx).flatten(-2)
 
 
-def _own_tokens(offsets: Tensor, total: int, ranks: int, rank: int) -> Tensor:
-    """Of a context-parallel rank: its two chunks of each sequence."""
+def own_tokens(offsets: Tensor, total: int, ranks: int, rank: int) -> Tensor:
+    """Of a context-parallel rank: its two chunks of each sequence. In the place of thd_get_partitioned_indices."""
     found = []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         chunks = torch.arange(start, end).chunk(2 * ranks)
@@ -135,7 +135,7 @@ def mamba_on_cpu() -> Iterator[None]:
         with ExitStack() as stack:
             if parallel:  # what context parallelism of packed rows asks of Transformer Engine
                 for asked, stand_in in {
-                    "tex": SimpleNamespace(thd_get_partitioned_indices=_own_tokens),
+                    "tex": SimpleNamespace(thd_get_partitioned_indices=own_tokens),
                     "is_te_min_version": lambda *versions, **options: True,
                 }.items():
                     stack.enter_context(mock.patch.object(parallel, asked, stand_in, create=True))
