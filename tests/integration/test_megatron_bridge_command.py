@@ -51,18 +51,11 @@ def steps(tmp_path_factory):
 def test_two_ranks_of_context_parallelism_have_the_losses_of_one(steps):
     """Stock takes the mean of multi-token prediction over each rank's own targets."""
     truth = steps(FULL, {}, "stock")
-    assert off(steps(FULL, CP, "shim run", 2), truth) < 1e-6
-    assert off(steps(FULL, CP, "stock", 2), truth) > 1e-5
+    assert commands.off(steps(FULL, CP, "shim run", 2), truth) < 1e-6
+    assert commands.off(steps(FULL, CP, "stock", 2), truth) > 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, UNIFORM], ids=["kept", "recomputed"])
 def test_adapters_have_the_losses_of_stock(steps, options):
     """Also with full recompute, which stock of this release refuses with packed rows and multi-token prediction."""
-    assert off(steps(LORA, options, "shim run"), steps(LORA, {}, "stock")) < 1e-6
-
-
-def off(steps, truth):
-    """The largest relative difference of a loss."""
-    return max(
-        abs(a / b - 1) for step, right in zip(steps, truth, strict=True) for a, b in zip(step, right, strict=True)
-    )
+    assert commands.off(steps(LORA, options, "shim run"), steps(LORA, {}, "stock")) < 1e-6

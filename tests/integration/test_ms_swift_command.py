@@ -90,12 +90,5 @@ def test_what_stock_has_right_keeps_its_digits(steps, kind, options, command):
 def test_experts_on_two_ranks_train_like_those_on_one(steps):
     """Tensor, sequence and expert parallelism: stock balances experts by the counts of a rank's own tokens."""
     truth = steps("qwen3_moe", "stock", 1, MOE)
-    assert off(steps("qwen3_moe", "shim run", 2, MOE | TP), truth) < 2e-7
-    assert off(steps("qwen3_moe", "stock", 2, MOE | TP), truth) > 1e-4
-
-
-def off(steps, truth):
-    """The largest relative difference of a loss or a norm."""
-    return max(
-        abs(a / b - 1) for step, right in zip(steps, truth, strict=True) for a, b in zip(step, right, strict=True)
-    )
+    assert commands.off(steps("qwen3_moe", "shim run", 2, MOE | TP), truth) < 2e-7
+    assert commands.off(steps("qwen3_moe", "stock", 2, MOE | TP), truth) > 1e-4

@@ -78,3 +78,10 @@ def model(kind, where, names, core, te):
     path = os.pathsep.join([str(trainers.libraries("commands.txt")), *map(str, trainers.directories(names, core, te))])
     trainers.run("tiny_models:make", kind, str(where), trainers=names, core=core, te=te, PYTHONPATH=path)
     return where
+
+
+def off(steps, truth):
+    """The largest relative difference of a number that a step prints."""
+    return max(
+        abs(a / b - 1) for step, right in zip(steps, truth, strict=True) for a, b in zip(step, right, strict=True)
+    )
