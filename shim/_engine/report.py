@@ -174,8 +174,12 @@ class Report:
         """The same without the digest, which reads all files of shim."""
         counts = Counter(patch.state for patch in self.patches.values())
         states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no patches"
-        releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
-        return f"{states} on {releases}"
+        return f"{states} {self._on}"
+
+    @property
+    def _on(self) -> str:
+        releases = ", ".join(f"{name} {version}" for name, version in self.releases.items())
+        return f"on {releases or 'nothing installed'}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -218,8 +222,7 @@ class Report:
         from shim._printing.overview import concern_line, grouped, headline
 
         rows = self._rows(pending_is_amiss)
-        releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
-        lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
+        lines = [headline(rows, "applied", len(self.lost)), f"  {self._on} (digest {self.digest})"]
         if any(row.concern for row in rows):
             lines.insert(1, concern_line(rows, MODEL))
         lines += [f"  {self.plan.numbers}", *(f"  ! {one_line(item)}" for item in self.lost)]
