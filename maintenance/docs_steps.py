@@ -80,8 +80,8 @@ def _both(found: Mapping[str, Any], steps: Mapping[str, str]) -> Iterator[tuple[
 
 def _grown(found: Mapping[str, Any], id: str, steps: Mapping[str, str]) -> str:
     """Of each unit, the pair that grows most."""
-    added = [release["patches"].get(id, {}) for release, _, _ in _both(found, steps)]
-    pairs = [(of.get(few, {}), of.get(many, {})) for of, (_, few, many) in zip(added, _both(found, steps))]
+    added = [(release["patches"].get(id, {}), few, many) for release, few, many in _both(found, steps)]
+    pairs = [(of_patch.get(few, {}), of_patch.get(many, {})) for of_patch, few, many in added]
     told = []
     for unit in UNITS:
         numbers = [(few.get(unit, 0), many.get(unit, 0)) for few, many in pairs]
