@@ -145,7 +145,7 @@ class Records:
         """The module if its code has run to the end; None if it is absent, lazy or half imported."""
         module = sys.modules.get(name)
         # is_kind() reads no attribute, which would load a lazy module.
-        if module is None or not is_kind(module, types.ModuleType):
+        if not is_kind(module, types.ModuleType):
             return None
         # From Python 3.12 on a lazy module keeps its lazy type while its code runs.
         if name not in self.executed and (is_lazy(module) or is_initialising(module)):

@@ -112,17 +112,6 @@ def _differs(before: Mapping[str, inspect.Parameter], after: Mapping[str, inspec
     return ""
 
 
-def _passes_all(new: types.FunctionType, old: Any) -> bool:
-    """Whether the code of `new` takes every call, and what it holds is `old` and functions that take any arguments."""
-    code, both = new.__code__, inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    if code.co_argcount or code.co_kwonlyargcount or code.co_flags & both != both:
-        return False
-    held = list(held_by(new))
-    return any(item is old for item in held) and not any(
-        type(item) is types.FunctionType and _said_to_take(item) is not None for item in held
-    )
-
-
 def misfit(new: Any, old: Any) -> str:
     """Why `new` cannot replace `old`; "" if it can. A backport may add optional parameters."""
     problem = _wrong_kind(new, old)
@@ -130,8 +119,6 @@ def misfit(new: Any, old: Any) -> str:
         return problem
     attributes = getattr(new, "__dict__", {})
     shows_olds = attributes.get("__wrapped__") is old and "__signature__" not in attributes  # by functools.wraps
-    if shows_olds and type(new) is types.FunctionType and _passes_all(new, old):
-        return ""  # as most wrappers of patches do: no signature need be read
     try:
         before = inspect.signature(old).parameters
         problem = "" if shows_olds else _differs(before, inspect.signature(new).parameters)

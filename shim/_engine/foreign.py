@@ -369,9 +369,7 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
     for id, decision in wanted.items():
         skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
-        # An import concerns few patches of many. The others are passed over whole.
-        absent = decision.modules.isdisjoint(loaded) and binder.chains.keys().isdisjoint(decision.targets)
-        for target in () if absent or settled.issuperset(decision.targets) else decision.targets:
+        for target in decision.targets:
             if target in settled or (target not in binder.chains and split_target(target)[0] not in loaded):
                 continue
             found = _foreign_on(target, decision, plan, binder, overridden)
