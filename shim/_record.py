@@ -7,7 +7,7 @@ of dataclasses work on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -71,6 +71,16 @@ _set = object.__setattr__
 
 def _init(self: Any, *args: Any, **given: Any) -> None:
     of: _Fields = self.__record__
+    if not given and len(args) == len(of.names):  # as most of a start's three thousand
+        values: Iterable[Any] = args
+    else:
+        values = _filled(self, of, args, given)
+    for name, value in zip(of.names, values):  # a look at __dict__ would make a dictionary for each record
+        _set(self, name, value)
+
+
+def _filled(self: Any, of: _Fields, args: tuple[Any, ...], given: Mapping[str, Any]) -> Iterable[Any]:
+    """The value of each field, in their order."""
     values = {**of.defaults, **dict(zip(of.names, args)), **given}
     for name, factory in of.factories.items():
         if name not in values:
@@ -78,8 +88,7 @@ def _init(self: Any, *args: Any, **given: Any) -> None:
     twice = args and given and not given.keys().isdisjoint(of.names[: len(args)])
     if twice or len(args) > len(of.names) or values.keys() != of.known:
         raise _misfit(self, of, args, given, values)
-    for name in of.names:  # in the order of the fields; a look at __dict__ would make a dictionary for each record
-        _set(self, name, values[name])
+    return map(values.__getitem__, of.names)
 
 
 def _misfit(

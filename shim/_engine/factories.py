@@ -132,20 +132,17 @@ def misfit(new: Any, old: Any) -> str:
 # The factories
 
 
-# The key of factories: patch, variant, options and targets.
-_Content = tuple[str, "str | None", str, tuple[str, ...]]
-
-
 class _Entry(NamedTuple):
-    """What a patch holds, and the layers it came with."""
+    """What a patch holds, and the layers it came with. content: see Decision."""
 
-    content: _Content
+    patch: str
+    content: str
     layers: Mapping[str, Layer]
     resource: Resource
 
 
 class Factories:
-    """Factories by their key. Fields are read and changed under the engine's lock.
+    """Factories by what they were made from (Decision.content). Fields are read and changed under the engine's lock.
 
     Patch modules are imported without the lock, because an import may wait for another thread. So two threads may load
     the factories of one patch at once. The later factories count, and what the earlier ones hold ends.
@@ -154,7 +151,7 @@ class Factories:
     def __init__(self, lock: Callable[[], threading.RLock]) -> None:
         """lock: gives the engine's lock, which a forked process replaces."""
         self._lock = lock
-        self._made: dict[_Content, Mapping[str, Layer]] = {}
+        self._made: dict[str, Mapping[str, Layer]] = {}
         self._resources: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
         self._thread = threading.local()
 
@@ -202,7 +199,8 @@ class Factories:
             layers = {t: Layer(decision.id, t, factory, decision.wiring, content) for t, factory in factories.items()}
             with self._lock():
                 self._made[content] = layers
-                self._resources += [_Entry(content, layers, resource) for resource in getattr(made, "resources", ())]
+                held = getattr(made, "resources", ())
+                self._resources += [_Entry(decision.id, content, layers, resource) for resource in held]
         return postponed
 
     def layers(self, plan: Plan | None, but: Collection[str]) -> dict[str, tuple[Layer, ...]]:
@@ -251,7 +249,7 @@ class Factories:
                     entry.resource.release()
                 except Exception as error:  # noqa: BLE001 - it is a warning, see above
                     what = f"{type(error).__name__}: {error}"
-                    problems.append(f"{entry.content[0]} could not release its resource: {what}")
+                    problems.append(f"{entry.patch} could not release its resource: {what}")
         ended = {id(entry) for entry in over if not _told(entry.resource)}
         with self._lock():
             self._resources = [entry for entry in self._resources if id(entry) not in ended]
@@ -264,7 +262,7 @@ class Factories:
         for entry in entries:
             text = _told(entry.resource)
             if text:
-                yield entry.content[0], text
+                yield entry.patch, text
 
 
 def _told(resource: Resource) -> str:

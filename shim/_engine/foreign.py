@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import os
@@ -72,12 +73,22 @@ def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
         value = value.__wrapped__
     # A decorator of torch or of upstream's own package, such as torch.no_grad().
     while is_kind(value, types.FunctionType) and "__wrapped__" in vars(value):
-        if _package(value.__globals__.get("__name__", "")) not in ("torch", _package(module)):
+        if _package(_decorator_of(value)) not in ("torch", _package(module)):
             break
         value = value.__wrapped__
     # From Python 3.11 on byte code has the qualified name, which no decorator copies to a wrapper.
     name = getattr(value.__code__, "co_qualname", None) if is_kind(value, types.FunctionType) else None
     return name == qualname and _is_of_file(value, path)
+
+
+def _decorator_of(wrapper: types.FunctionType) -> str:
+    """The module of the decorator that made a wrapper. For contextlib's, that of the context manager."""
+    made_in = str(wrapper.__globals__.get("__name__", ""))
+    if made_in == "contextlib":
+        held = [cell.cell_contents for cell in wrapper.__closure__ or ()]
+        managers = [value for value in held if is_kind(value, contextlib.ContextDecorator)]
+        made_in = next((str(getattr(manager, "func", manager).__module__) for manager in managers), made_in)
+    return made_in
 
 
 def _is_of_file(function: types.FunctionType, path: str) -> bool:
@@ -265,7 +276,7 @@ class Cut:
 
 def cuts(decision: Decision, plan: Plan, binder: Records) -> Iterator[Cut]:
     """The ways to targets and reads of a patch that a foreign function has cut off now."""
-    for body, ways in decision.wiring.reached_by.items() if decision.wiring else ():
+    for body, ways in decision.reached_by.items():
         for way in ways:
             found = _cut(body, way, body in decision.targets, plan, binder)
             if found is not None:
@@ -369,8 +380,8 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
     for id, decision in wanted.items():
         skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
-        for target in decision.targets:
-            if target in settled or (target not in binder.chains and split_target(target)[0] not in loaded):
+        for target, module in decision.placed:
+            if target in settled or (module not in loaded and target not in binder.chains):
                 continue
             found = _foreign_on(target, decision, plan, binder, overridden)
             if found is None:
@@ -385,7 +396,10 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
             else:
                 conflict = found
                 break
-        conflict = conflict or _without_any(decision, skipped, binder) or _cut_off(decision, plan, binder)
+        if conflict is None and skipped:
+            conflict = _without_any(decision, skipped, binder)
+        if conflict is None and decision.reached_by:
+            conflict = _cut_off(decision, plan, binder)
         if conflict is not None:
             decisions[id] = replace(
                 decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, without_conflict=decision
@@ -400,7 +414,7 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
 
 def _without_any(decision: Decision, skipped: Mapping[str, str], binder: Records) -> _Foreign | None:
     """A patch can do without each of its targets, and not without all."""
-    if not skipped or len(skipped) < len(decision.targets) or not all(skipped.values()):
+    if len(skipped) < len(decision.targets) or not all(skipped.values()):
         return None
     if any((decision.id, target) in binder.found.open for target in skipped):
         return None

@@ -68,9 +68,16 @@ def locked_modules() -> set[str]:
 
 
 def imported_since(name: str) -> list[str]:
-    """The modules whose import began or ended after a module became the last of sys.modules; all if it is gone."""
+    """The modules whose import began or ended after a module became the last of sys.modules; all if it is gone.
+
+    The last comes first.
+    """
     names = list(sys.modules)
-    return names[names.index(name) + 1 :] if name in names else names
+    names.reverse()  # it is one of the last of some thousand
+    try:
+        return names[: names.index(name)]
+    except ValueError:
+        return names
 
 
 def last_module() -> tuple[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -94,6 +95,7 @@ _STRANGERS = frozenset(
 )
 
 
+@functools.cache  # each import of the process asks, and each search for aliases of some thousand names
 def imports_no_megatron(name: str) -> bool:
     """Whether a module is of a package that never imports megatron-core or Transformer Engine."""
     return name.partition(".")[0] in _STRANGERS
@@ -150,7 +152,7 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
             if id(cls) in seen:
                 continue
             seen.add(id(cls))
-            namespace = namespace_of(cls)
+            namespace = _OF_CLASS.__get__(cls) or {}  # as namespace_of(), a call for each of thousands
             if modules is not None and str(namespace.get("__module__")) not in searched:
                 continue  # it was made before, as torch's Tensor was, which almost every module holds
             values = list(namespace.values())

@@ -48,6 +48,16 @@ class Decision:
     def targets(self) -> tuple[str, ...]:
         return () if self.wiring is None else self.wiring.targets
 
+    @computed_once
+    def placed(self) -> tuple[tuple[str, str], ...]:
+        """Each target, and its module."""
+        return tuple((target, split_target(target)[0]) for target in self.targets)
+
+    @computed_once
+    def reached_by(self) -> Mapping[str, tuple[str, ...]]:
+        """See Variant."""
+        return {} if self.wiring is None else self.wiring.reached_by
+
     @property
     def optional(self) -> frozenset[str]:
         """Targets that the patch binds but does not wait for."""
@@ -72,12 +82,12 @@ class Decision:
     @computed_once
     def modules(self) -> frozenset[str]:
         """The modules of the targets."""
-        return frozenset(split_target(target)[0] for target in self.targets)
+        return frozenset(module for _, module in self.placed)
 
     @computed_once
-    def content(self) -> tuple[str, str | None, str, tuple[str, ...]]:
-        """What its factories are made from: patch, variant, options and targets."""
-        return self.id, self.variant, repr(sorted(self.options.items())), self.targets
+    def content(self) -> str:
+        """What its factories are made from: patch, variant, options and targets. A string, which is hashed once."""
+        return repr((self.id, self.variant, sorted(self.options.items()), self.targets))
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -150,6 +150,8 @@ def _torch_version(package: Path) -> str | None:
 
 @record
 class _Known:
+    """A distribution that a plan asks about. version_file: reads the version from a copy of the package."""
+
     package: str
     version_file: Callable[[Path], str | None]
 

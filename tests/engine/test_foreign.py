@@ -1,5 +1,6 @@
 """Other people's patches: found below, left alone above, never taken back."""
 
+import contextlib
 import functools
 import logging
 import sys
@@ -153,6 +154,21 @@ def test_a_decorated_original_is_not_foreign(world):
     found = shim.apply()["p"]
     assert (found.state, found.others, set(found.targets.values())) == ("applied", (), {"bound"})
     assert world.get("decorated:two")(3) == world.get("decorated:three")(3) == ("p", 3)
+
+
+def test_a_context_manager_of_others_is_not_upstreams_decorator(world):
+    """contextlib makes both. The function beneath is patched inside, and what others put there stays."""
+
+    @contextlib.contextmanager
+    def region():
+        yield
+
+    world.patch("p", [CORE + "ops:double"])
+    theirs = region()(world.get("ops:double"))
+    world.set("ops:double", theirs)
+    assert shim.apply()["p"].state == "applied"
+    assert world.get("ops:double") is theirs
+    assert theirs(3) == ("p", 6)
 
 
 @pytest.mark.parametrize("first", ["shim", "they"])
