@@ -26,10 +26,13 @@ __all__ = ["main", "of_its_time", "prove_on"]
 
 
 def of_its_time(release: str) -> str:
-    """The release of Transformer Engine beside which this release of megatron-core is tested every day, or an older."""
-    pairs = [pair.split("+") for pair in EVERYDAY_PAIRS]
-    earlier = [te for core, te in sorted(pairs, key=lambda pair: Version(pair[0])) if Version(core) <= Version(release)]
-    return earlier[-1]
+    """The release of Transformer Engine beside which this release of megatron-core is tested every day, or an older.
+
+    Beside a release before all of them, such as 0.11 of a commit, it is that of the first.
+    """
+    pairs = sorted((pair.split("+") for pair in EVERYDAY_PAIRS), key=lambda pair: Version(pair[0]))
+    at = max(Version(release), Version(pairs[0][0]))
+    return next(te for core, te in reversed(pairs) if Version(core) <= at)
 
 
 def prove_on(matrix: Matrix, release: str, ids: Iterable[str] = (), jobs: int = 2) -> bool:

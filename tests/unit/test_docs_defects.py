@@ -158,6 +158,7 @@ def test_the_results_of_a_patch_are_in_its_folder_with_a_line_for_each(entry):
 
 
 def test_each_release_runs_beside_one_of_its_time():
+    assert of_its_time("0.11.0") == of_its_time("0.12.0")  # of commits
     assert of_its_time("0.12.0") == "2.3.0" and of_its_time("0.14.0") == "2.5.0" and of_its_time("0.19.2") == "2.20.2"
 
 
