@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -92,6 +93,44 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
+# gloo refuses parts of different sizes, which NCCL takes. Experts that are cut over tensor-parallel ranks send them.
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or len({part.shape for part in tensor_list}) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        padded = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        gathered = [torch.empty_like(padded) for _ in tensor_list]
+        original(gathered, padded, group=group)
+        for part, found in zip(tensor_list, gathered):
+            part.copy_(found[: len(part)])
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: Any,
+        input_list: Any,
+        op: Any = torch.distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or len({part.shape for part in input_list}) == 1:
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        whole = torch.cat(input_list)
+        torch.distributed.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split([len(part) for part in input_list])[torch.distributed.get_rank(group)])
+        return None
+
+    return reduce_scatter
+
+
 def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> staticmethod[..., Any]:
     """The torch norm refuses sequence parallelism only because its weights lack the mark. Sets the mark."""
 
@@ -121,6 +160,8 @@ SUBSTITUTIONS = (
     Substitution("torch.cuda", "stream", lambda _: _no_context, "pipeline schedules, gradient buffers"),
     Substitution("torch.cuda", "Event", lambda _: _NoEvent, "timers, and offloading of activations"),
     Substitution("torch.cuda", "is_current_stream_capturing", lambda _: _no, "what must not run in a CUDA graph"),
+    Substitution("torch.distributed", "all_gather", _all_gather, "experts cut over tensor-parallel ranks"),
+    Substitution("torch.distributed", "reduce_scatter", _reduce_scatter, "experts cut over tensor-parallel ranks"),
     Substitution(_FLAGOS, "current_device", lambda _: lambda _: _cpu_device(), "the device= of nearly every buffer"),
     Substitution(_FLAGOS, "Stream", lambda _: _NoStream, "the layers of a mixture of experts"),
     Substitution(_FLAGOS, "Event", lambda _: _NoEvent, "offloading of activations"),

@@ -26,7 +26,7 @@ from shim.testing.oracle import _main_loss, _RankView
 from shim.testing.schedules import run_microbatches
 
 # Over the norm of all gradients, and of each that is not tiny beside it. Steps of an optimizer are taken in fp32.
-BOUND = {torch.float64: (5e-6, 5e-6), torch.float32: (2e-5, 1e-3)}
+BOUND = {torch.float64: (5e-6, 2e-5), torch.float32: (2e-5, 1e-3)}
 SMALL = 1e-3
 # What stock needs to build these models without Transformer Engine, and nothing else.
 BUILT_BY = ("moe-without-te", "mla-without-te", "mtp-without-te")
