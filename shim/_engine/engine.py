@@ -406,7 +406,7 @@ class Engine:
                         return
                     if plan is not self.plan:
                         self.watch.add(concerned_by(plan))
-                waiting |= self.factories.load(plan, but, self.binder.loaded)
+                waiting |= self.factories.load(plan, but, functools.cache(self.binder.loaded))
             except BindError as error:
                 if error.patch is None or asked is None:
                     raise
