@@ -63,9 +63,9 @@ def test_biases_alone_change_also_where_all_else_is_frozen(ranks2):
         assert all(torch.allclose(frozen[name], found[name], rtol=1e-6, atol=1e-9) for name in frozen)
 
 
-def marks_of_others():
-    """Whether marks stay that a trainer has set: on an expert that is cut, and on a dense bias."""
-    with inside(Layout(etp=2), ID):
+def marks_of_others(layout, allreduce):
+    """Whether marks stay that a trainer has set on experts and on a dense weight."""
+    with inside(layout, ID):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         model = testing.build_gpt(
@@ -73,14 +73,24 @@ def marks_of_others():
         )
         weights = [model.embedding.word_embeddings.weight, *model.decoder.layers[0].mlp.experts.parameters()]
         for weight in weights:
-            weight.sequence_parallel, weight.allreduce = True, False
+            weight.sequence_parallel = True
+            if allreduce is None:
+                vars(weight).pop("allreduce", None)
+            else:
+                weight.allreduce = allreduce
         DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         return all(weight.sequence_parallel for weight in weights)
 
 
 @needed
 def test_experts_that_are_cut_keep_their_marks(ranks2):
-    assert ranks2.run(marks_of_others) == [True, True]
+    assert ranks2.run(marks_of_others, Layout(etp=2), False) == [True, True]
+
+
+@needed
+def test_experts_that_all_ranks_have_keep_their_marks(ranks2):
+    """Weights without `allreduce`, as upstream reads them."""
+    assert ranks2.run(marks_of_others, Layout(tp=2, sequence_parallel=True, etp=1), None) == [True, True]
 
 
 def wrapped_before():

@@ -90,6 +90,8 @@ def two_chunks(prefix, lost=None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "type", testing.cpu.type_on_a_gpu)
             chained = get_megatron_optimizer(settings, chunks)
+        if prefix is None:
+            return chained._split_state_dict(None)
         state = {f"{prefix}{number}": number for number in (0, 1)}
         state.pop(lost, None)
         try:
@@ -104,6 +106,11 @@ def test_each_optimizer_gets_all_of_its_chunks(ranks2, prefix):
     """Both optimizers have parameters of both chunks. Stock counts four chunks, and raises."""
     whole = {f"{prefix}0": 0, f"{prefix}1": 1}
     assert ranks2.run(two_chunks, prefix) == [[whole, whole]] * 2
+
+
+@needed
+def test_without_a_state_dict_no_optimizer_gets_one(ranks2):
+    assert ranks2.run(two_chunks, None) == [[None, None]] * 2
 
 
 @needed

@@ -92,6 +92,13 @@ def whole_on_each_rank(layer):
     layer.register_forward_hook(lambda layer, *_: setattr(layer, "tp_size", 1))
 
 
+def of_another_layer(layer):
+    """A norm of that name in a layer of another kind, which has the size of the group, too."""
+    frozen(layer)
+    layer.other = torch.nn.Module()
+    layer.other.tp_size, layer.other.out_norm = 2, torch.nn.LayerNorm(HEAD)
+
+
 @needed
 @pytest.mark.parametrize("change", [nothing, only_norms])
 def test_one_all_reduce_sums_the_norms_of_all_layers(ranks2, change):
@@ -104,7 +111,7 @@ def test_one_all_reduce_sums_the_norms_of_all_layers(ranks2, change):
 
 
 @needed
-@pytest.mark.parametrize("change", [frozen, averaged, whole_on_each_rank])
+@pytest.mark.parametrize("change", [frozen, averaged, whole_on_each_rank, of_another_layer])
 def test_what_is_not_to_be_summed_stays_as_on_stock(ranks2, change):
     found = ranks2.run(on_two_ranks, sums_of_a_step, 1, True, change)
     stock = ranks2.run(on_two_ranks, sums_of_a_step, 1, False, change)
