@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from rank_shares import offsets, places_of  # noqa: E402
 
 from shim.ops import packed_roll  # noqa: E402
 from shim.ops.context_parallel_roll import rank_roll_index, roll_on_rank  # noqa: E402
@@ -23,29 +24,12 @@ ROWS = [  # (valid lengths, slot lengths); slots are multiples of 4, so that 2 a
 ]
 
 
-def offsets(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def own(total, slots, rank, ranks, partition):
-    """The places of the row that a rank holds, told piece by piece."""
-    places, start = [], 0
-    for length in [total] if partition == "row" else slots:
-        share = length // ranks
-        front, tail = (share + 1) // 2, share // 2
-        places += range(start + rank * front, start + (rank + 1) * front)
-        behind = start + ranks * front + (ranks - 1 - rank) * tail
-        places += range(behind, behind + tail)
-        start += length
-    return torch.tensor(places, dtype=torch.long)
-
-
 def roll_here(ranks, partition):
     rank = dist.get_rank()
     for valid, slots in ROWS:
         total = sum(slots)
         cu, padded = offsets(valid), offsets(slots)
-        places = own(total, slots, rank, ranks, partition)
+        places = places_of(total, slots, rank, ranks, partition)
         index = rank_roll_index(cu, padded, len(places), "cpu", rank, ranks, partition)
         for shape, dim in (((total,), 0), ((1, total, 3), 1), ((total, 2), -2)):
             row = torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).view(shape)

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from rank_shares import offsets, places_of  # noqa: E402
 
 from shim.ops import linear_packed_logprobs, packed_logprobs, token_logprobs  # noqa: E402
 from shim.testing import Footprint, Ranks  # noqa: E402
@@ -20,10 +21,6 @@ ROWS = {  # (valid lengths, slot lengths); 2 and 4 ranks share the slots out
     "no sequence": ([], []),
 }
 BEHIND = 4  # tokens of the row behind the last slot
-
-
-def offsets(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 class Row:
@@ -252,19 +249,6 @@ def test_a_compiled_function_calls_it():
 # Over ranks
 
 
-def own(row, rank, ranks, partition):
-    """The places of the row that a CP rank holds, told piece by piece."""
-    places, start = [], 0
-    for length in [row.total] if partition == "row" else [*row.slots, BEHIND]:
-        share = length // ranks
-        front, tail = (share + 1) // 2, share // 2
-        places += range(start + rank * front, start + (rank + 1) * front)
-        behind = start + ranks * front + (ranks - 1 - rank) * tail
-        places += range(behind, behind + tail)
-        start += length
-    return torch.tensor(places, dtype=torch.long)
-
-
 def groups(tp, cp):
     """(tensor-parallel, context-parallel) of this rank; TP ranks are neighbours."""
     grid = torch.arange(tp * cp).view(cp, tp)
@@ -289,7 +273,7 @@ def of_a_row(name, tp_group, cp_group):
         leaves = row.hidden, row.weight, row.bias
         truths[sums] = *of_logits, row.truth(*leaves, temperature=row.temperature, weights=loss)[1]
     for partition in ("sequence", "row") if name == "padded" else ("sequence",):
-        places = own(row, rank, ranks, partition)
+        places = places_of(row.total, [*row.slots, BEHIND], rank, ranks, partition)
         options = {"tp_group": tp_group, "cp_group": cp_group, "partition": partition, "entropy": True}
         options["temperature"] = row.temperature[places]
         for what, tokens, gather in (
@@ -327,7 +311,7 @@ def of_a_row(name, tp_group, cp_group):
 
 def a_gather_keeps_apart_what_has_a_gradient(group):
     row = Row("padded")
-    places = own(row, group.rank(), group.size(), "sequence")
+    places = places_of(row.total, [*row.slots, BEHIND], group.rank(), group.size(), "sequence")
     for entropy in (False, "no_grad"):
         logits = row.logits[places].clone().requires_grad_()
         found = packed_logprobs(logits, row.tokens, row.cu, row.padded, cp_group=group, gather=True, entropy=entropy)

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from rank_shares import offsets  # noqa: E402
 
 from shim.ops import packed_roll, roll_index  # noqa: E402
 
@@ -18,10 +19,6 @@ def rows(draw):
     lengths = draw(st.lists(st.integers(0, 6), max_size=6))
     slots = [length + draw(st.integers(0, 3)) for length in lengths]
     return lengths, slots, draw(st.integers(0, 3))
-
-
-def offsets(lengths, dtype=torch.int32):
-    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
 def rolled_one_by_one(tensor, lengths, slots):

@@ -6,15 +6,12 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from rank_shares import offsets  # noqa: E402
 
 from shim.ops.rope import thd_freqs  # noqa: E402
 
 RANKS = st.sampled_from([1, 2, 4]).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1)))
 DTYPES = st.sampled_from([torch.int32, torch.int64])
-
-
-def offsets(lengths, dtype=torch.int32):
-    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
 def held(length, ranks, rank):
