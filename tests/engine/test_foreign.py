@@ -254,19 +254,6 @@ def test_an_older_wrapper_that_came_back_on_an_alias_is_taken_off(world):
     assert same(before, world.snapshot()) == []
 
 
-def test_after_a_revert_an_older_wrapper_is_taken_off_by_the_next(world):
-    """Where a foreign patch is removed after revert(), a second revert() takes our wrapper beneath it off."""
-    world.patch("p", [CORE + "ops:double"])
-    before = world.snapshot()
-    shim.apply()
-    ours = world.get("ops:double")
-    world.set("ops:double", lambda x: None)
-    assert shim.revert().lost
-    world.set("ops:double", ours)
-    assert not shim.revert().lost
-    assert same(before, world.snapshot()) == []
-
-
 @pytest.mark.parametrize("taken", ["forward", "backward"])
 def test_of_a_pair_both_stay_or_none(world, taken):
     """Where somebody stands on forward or backward, revert leaves both, because a pair torn apart computes wrong
