@@ -11,11 +11,11 @@ import zipfile
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from unit_helpers import BROKEN, MATRIX, REPOSITORY, megatron, write_file
+from unit_helpers import BROKEN, REPOSITORY, megatron, write_file
 
 from shim._archives.packed import WheelSources
 from shim._archives.trees import open_tree
-from shim._errors import MatrixError, OptionError, SourceError
+from shim._errors import OptionError, SourceError
 from shim._matrix.load import load_matrix
 from shim._releases.sources import MAX_SOURCE_BYTES
 from shim._te import names as _wanted
@@ -474,87 +474,3 @@ def test_bombs_and_giants_stay_within_bounds(world, wheel, tmp_path):
     assert found, done.stderr
     assert found[1] == "1, 0, 0, 1, 1, 1, 2"
     assert int(found[2]) < MEMORY
-
-
-# The matrix
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: &a [x]\n"
-        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(20)),
-        "supported: &a {a: *a}\n",
-        "supported: &a [*a, *a]\npatches: *a\n",
-        MATRIX.replace("options: {pages: 4}", "options: &o {pages: *o}"),
-        MATRIX.replace("patches:\n", "patches: &p\n", 1).replace("options: {pages: 4}", "options: *p"),
-        "[" * 30_000,
-        "{a: " * 5_000 + "}" * 5_000,
-        "- " * 9_000,
-        "\n".join(" " * i + "a:" for i in range(1_000)),
-        "? " * 5_000,
-        "a: " + "9" * 3_000_000,
-        "# " + "x" * 15_000 + "\n" + "- a\n" * 100_000,
-        "!!python/object/apply:os.system [touch ran]\n",
-        "supported: !!python/object/new:os._exit [77]\npatches: {}\n",
-        "%YAML 9.9\n---\na: b\n",
-        "a: *gone\n",
-        "&a *a\n",
-    ],
-)
-def test_bombs_in_a_matrix_end_quickly(tmp_path, text):
-    """Aliases that multiply, recursion, nesting, tags: a MatrixError with file and line."""
-    file = tmp_path / "matrix.yaml"
-    file.write_text(text)
-    with pytest.raises(MatrixError) as caught:
-        load_matrix(file)
-    assert re.match(rf"{re.escape(str(file))}:\d+: ", str(caught.value))
-
-
-TOKENS = [
-    "a",
-    "supported",
-    "patches",
-    "releases",
-    ": ",
-    "\n",
-    "\n  ",
-    "\n    ",
-    "- ",
-    "[",
-    "]",
-    "{",
-    "}",
-    ", ",
-    "&a ",
-    "*a",
-]
-TOKENS += [
-    "'0.16.0'",
-    '"',
-    "'",
-    "|\n",
-    ">-\n",
-    "!!str ",
-    "!x ",
-    "<<: ",
-    "? ",
-    "#",
-    "---\n",
-    "...\n",
-    "%TAG ! x\n",
-    "~",
-    "\t",
-]
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(TOKENS), max_size=40).map("".join))
-def test_any_yaml_is_a_matrix_or_a_matrix_error(tmp_path, text):
-    """Fuzz: built from what YAML is made of."""
-    file = tmp_path / "matrix.yaml"
-    file.write_text(text)
-    try:
-        load_matrix(file)
-    except MatrixError as error:
-        assert re.match(rf"{re.escape(str(file))}:\d+: ", str(error))

@@ -260,6 +260,10 @@ def test_several_distributions_span_a_plane(complaint):
         b"{a: " * 3000,
         b"- " * 5000,
         b"a: " + b"x" * 3_000_000,
+        b"# a\n" + b"- a\n" * 100_000,
+        b"supported: !!python/object/new:os._exit [77]\npatches: {}\n",
+        MATRIX.replace("options: {pages: 4}", "options: &o {pages: *o}"),
+        MATRIX.replace("patches:\n", "patches: &p\n", 1).replace("options: {pages: 4}", "options: *p"),
     ],
 )
 def test_hostile_input_is_a_matrix_error(complaint, content):
