@@ -1,10 +1,9 @@
-"""The order of imports between the parts of shim, a test for each module, and files that can be read in one sitting."""
+"""The order of imports between the parts of shim, and files that can be read in one sitting."""
 
 import ast
 import functools
 import re
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 from unit_helpers import REPOSITORY
 
@@ -197,90 +196,6 @@ def test_no_patch_imports_another():
 
 LONGEST = 600  # lines
 TESTS = REPOSITORY / "tests"
-# What tests a module that no file of tests names, by a file of its name or in its text.
-TESTED_IN = {
-    "_configs.values": "unit/test_trainer_config",
-    "_configs.yaml_files": "unit/test_trainer_config",
-    "_configs.files": "unit/test_trainer_config",
-    "_configs.verdict": "unit/test_trainer_config",
-    "_configs.reading": "unit/test_trainer_config",
-    "_configs.arguments": "unit/test_trainer_config",
-    "_configs.python_files": "unit/test_trainer_config",
-    "_configs.trainers.areal": "unit/test_real_configs",
-    "_configs.trainers.llama_factory": "unit/test_real_configs",
-    "_configs.trainers.megatron_lm": "unit/test_real_configs",
-    "_configs.trainers.miles": "unit/test_real_configs",
-    "_configs.trainers.model_config": "unit/test_real_configs",
-    "_configs.trainers.nemo_rl": "unit/test_real_configs",
-    "_configs.trainers.roll": "unit/test_real_configs",
-    "_configs.trainers.skyrl": "unit/test_real_configs",
-    "_configs.trainers.slime": "unit/test_real_configs",
-    "_config_override.values": "unit/test_config_override",
-    "_offload.found": "ops/test_offload",
-    "_offload.guards": "ops/test_offload",
-    "_offload.handle": "ops/test_offload",
-    "_planning.decision": "unit/test_plan",
-    "ops._stash_layout": "ops/test_paged_stash_triton",
-    "_engine.chains": "engine/test_bind",
-    "_engine.states": "engine/test_failures",
-    "_locks": "engine/test_interrupts",
-    "_matrix.coverage": "unit/test_matrix",
-    "_proving.models": "testing/test_prove",
-    "_releases.zips": "unit/test_hostile_trees",
-    "_tools.checkout": "unit/test_cli",
-    "_workers.run.sitecustomize": "unit/test_run",
-    "_tasks": "unit/test_config_override_threads",
-    "_version": "unit/test_import_cost",
-    "ops._checks": "ops/test_paged_stash",
-    "ops._logprob_small": "ops/test_logprob",
-    "ops._moves": "ops/test_packing",
-    "ops._row_provenance": "ops/test_stash_provenance",
-    "ops._row_rules": "ops/test_stash_operators",
-    "ops._saved_tensors": "ops/test_paged_stash_gradients",
-    "ops._stash_compiled": "ops/test_paged_stash",
-    "ops._stash_group": "ops/test_paged_stash",
-    "maintenance.docs_te": "unit/test_docs",
-    "maintenance.docs_device": "unit/test_docs",
-    "testing.pretend_cuda.backward": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.collectives": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.compiling": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.counts": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.graphs": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.interception": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.kernels": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.moving": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.operations": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.runtime": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.tensor": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.traffic": "testing/test_pretend_cuda",
-    "testing.pretend_cuda.trees": "testing/test_pretend_cuda",
-    "maintenance.history.judge": "testing/test_history_proofs",
-    "maintenance.new_patch_proposal": "unit/test_new_patch",
-}
-
-
-def test_every_module_has_a_test_of_its_name_or_one_that_names_it():
-    """A patch's modules are of the patch, which has a test of its id; a package has none of its own."""
-    there = {file.relative_to(TESTS).with_suffix("").as_posix() for file in TESTS.rglob("test_*.py")}
-    modules = [name.removeprefix("shim.") for name, file in FILES.items() if not file.stem.startswith("__")]
-    of_patches = {name.rpartition(".")[2] for name in FILES if name.startswith("shim.patches.")}
-    on_releases = {f"{folder}/test_{patch}" for folder in ("cells", "pairs") for patch in of_patches}
-    names = {name.rpartition("/test_")[2] for name in there - on_releases}
-
-    texts = [file.read_text("utf-8") for file in TESTS.rglob("test_*.py") if file != Path(__file__)]
-
-    def has_one(module):
-        name = module.rpartition(".")[2].strip("_")
-        return module.startswith("patches.") or any(f"{found}_".startswith(f"{name}_") for found in names)
-
-    def is_named(module):
-        package, _, name = f"shim.{module}".rpartition(".")
-        how = re.compile(rf"\b{re.escape(package)}(\.{name}\b| import (\([^)]*|[^\n]*)\b{name}\b)")
-        return any(package in text and how.search(text) for text in texts)
-
-    without = [module for module in modules if not has_one(module) and not is_named(module)]
-    assert sorted(without) == sorted(TESTED_IN)
-    assert set(TESTED_IN.values()) <= there
 
 
 def test_no_file_is_too_long_to_be_read():
