@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer import multi_latent_attention
 
 import shim
 from shim import testing
@@ -128,6 +130,17 @@ def fails(layer, *_):
 @kinds
 def test_the_attention_keeps_its_embedding_also_after_an_exception(kind):
     assert HERE.run(after_an_exception, kind, layout=CP) == [True, True]
+
+
+@needed
+@pytest.mark.usefixtures("one_rank")
+def test_a_table_with_a_row_for_each_sequence_is_as_on_stock():
+    """[s, b, 1, d], and nothing is packed."""
+    config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=True)
+    queries, table = torch.randn(2, 4, 2, 1, 8, generator=torch.Generator().manual_seed(4))
+    stock = multi_latent_attention.apply_rotary_pos_emb(queries, table, config)
+    with applied():
+        assert torch.equal(multi_latent_attention.apply_rotary_pos_emb(queries, table, config), stock)
 
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
