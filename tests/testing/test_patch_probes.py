@@ -56,6 +56,10 @@ def group(size):
 # Probes that ask the config and the groups, and leave what they cannot run
 
 STILL = {
+    "frozen-recompute": [
+        (Module({"recompute_granularity": None, "recompute_modules": None}, layers=[]), True),
+        (Module({"recompute_granularity": "full", "recompute_modules": None}, trained=torch.nn.Linear(1, 1)), True),
+    ],
     "packed-seq-aux-loss": [
         (Module({"num_moe_experts": experts, "moe_router_load_balancing_type": kind}), said)
         for experts, kind, said in (
