@@ -26,4 +26,11 @@ import_module("modelopt.torch.distill.plugins.megatron").get_tensor_shapes_adjus
     lambda *_, **__: None
 )
 typing.override = typing_extensions.override  # Python 3.12's
-transformer_engine_torch.thd_get_partitioned_indices = own_tokens
+
+
+def _own_tokens(offsets, *of_the_rank):
+    """Megatron-Bridge fills offsets up with -1, which are no ends of sequences."""
+    return own_tokens(offsets[offsets >= 0], *of_the_rank)
+
+
+transformer_engine_torch.thd_get_partitioned_indices = _own_tokens
