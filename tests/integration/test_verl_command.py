@@ -34,6 +34,7 @@ OPTIONS = [
     "checkpoint.save_contents=[model]",
 ]
 CP = ("engine.context_parallel_size=2",)
+EP = ("engine.expert_model_parallel_size=2",)
 LORA = ("model.lora.rank=4",)
 
 
@@ -64,7 +65,9 @@ def steps(tmp_path_factory):
         pytest.param("qwen2", MBRIDGE, 1, (), id="one rank"),
         pytest.param("qwen2", MBRIDGE, 2, CP, id="CP 2"),
         pytest.param("qwen3_moe", MBRIDGE, 1, (), id="experts"),
+        pytest.param("qwen3_moe", MBRIDGE, 2, EP, id="experts, EP 2"),
         pytest.param("qwen2", BRIDGE, 1, LORA, id="LoRA"),
+        pytest.param("qwen2", BRIDGE, 2, LORA + CP, id="LoRA, CP 2"),
     ],
 )
 def test_what_stock_has_right_keeps_its_digits(steps, kind, way, ranks, options):
@@ -74,10 +77,22 @@ def test_what_stock_has_right_keeps_its_digits(steps, kind, way, ranks, options)
     assert norms(found) == pytest.approx(norms(stock), rel=1e-6)
 
 
-def test_two_ranks_of_context_parallelism_have_the_losses_of_one(steps):
-    one, two = (steps("qwen2", MBRIDGE, "shim run", *layout) for layout in ((1,), (2, CP)))
-    assert [step["train/loss"] for step in two] == [step["train/loss"] for step in one]
+@pytest.mark.parametrize(
+    "kind, way, options, layout",
+    [
+        pytest.param("qwen2", MBRIDGE, (), CP, id="CP 2"),
+        pytest.param("qwen3_moe", MBRIDGE, (), EP, id="experts, EP 2"),
+        pytest.param("qwen2", BRIDGE, LORA, CP, id="LoRA, CP 2"),
+    ],
+)
+def test_two_ranks_have_the_losses_of_one(steps, kind, way, options, layout):
+    one, two = (steps(kind, way, "shim run", *ranks) for ranks in ((1, options), (2, options + layout)))
+    assert losses(two) == pytest.approx(losses(one), rel=2e-7)  # experts' ranks add other rows up
     assert norms(two) == pytest.approx(norms(one), rel=1e-6)
+
+
+def losses(steps):
+    return [float(step["train/loss"]) for step in steps]
 
 
 def norms(steps):
