@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shim._configs.shell import MAYBE, NOT_SAID
+from shim._configs.shell_words import MAYBE, NOT_SAID
 from shim._configs.values import OPEN, Tree, key_of, put
 
 __all__ = ["Given", "given_by", "is_trained"]

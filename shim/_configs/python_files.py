@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shim._configs.arguments import Given, given_by
-from shim._configs.shell import MAYBE, NOT_SAID
+from shim._configs.shell_words import MAYBE, NOT_SAID
 from shim._configs.values import OPEN, put
 from shim._errors import OptionError
 

@@ -11,15 +11,15 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from shim._configs.files import Search
-from shim._configs.shell_words import ARRAY, HERE, HERE_QUOTED, Token, matching, tokens_of
+from shim._configs.model_arguments import PRINTS_THEM, arguments_of
+from shim._configs.shell_words import ARRAY, HERE, HERE_QUOTED, MAYBE, NOT_SAID, Token, matching, tokens_of
 
 __all__ = ["MAYBE", "NOT_SAID", "Command", "Script"]
 
-NOT_SAID = "\0"  # in a word: a part that the script does not say
-MAYBE = "\1"  # before a word: it is there under a condition that is not known here
 NESTED = 8  # scripts within words of scripts, or scripts that run others
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -206,6 +206,9 @@ class Script:
         if now is False or not statement:
             return
         bodies = [token for token in statement if token.kind in (HERE, HERE_QUOTED)]
+        for sign, token in pairwise(statement):
+            if sign.kind == "op" and sign.text == "<<<" and token.kind == "word":
+                bodies.append(Token(HERE_QUOTED, self._one(token.text)))
         statement = _without_redirections(statement)
         declaring = False
         while statement:
@@ -260,9 +263,11 @@ class Script:
     def _forget(self, raw: list[str], bodies: list[Token]) -> None:
         """Variables that get what only a run of the script would tell."""
         if raw[0] == "read":
+            parts = any(re.fullmatch(r"-\w*a", word) for word in raw)  # into an array
             for name in raw[1:]:
                 if name.isidentifier():
-                    self._set(name, self._body(bodies[0]) if bodies else (NOT_SAID,), False)
+                    body = self._body(bodies[0]) if bodies else (NOT_SAID,)
+                    self._set(name, tuple(body[0].split()) if parts else body, False)
         if raw[0] == "printf" and "-v" in raw[:-1]:
             self._set(raw[raw.index("-v") + 1], (NOT_SAID,), False)
 
@@ -447,6 +452,8 @@ class Script:
         first = [token.text for token in tokens_of(parts[0]) if token.kind == "word"] if parts else []
         words = [word for word in self._expanded(first) if word not in ("--", "-P", "-f", "-e")]
         name, last = (words or [""])[0], (words or [""])[-1]
+        if any(word.endswith(PRINTS_THEM) for word in words):
+            return arguments_of(last, self.search, self.file)
         if words == ["pwd"]:
             return "."  # where it is started: such names are looked for from here upwards
         if len(words) < 2 or "|" in text or (NOT_SAID in last and name != "echo"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ARRAY", "HERE", "HERE_QUOTED", "Token", "matching", "tokens_of"]
+__all__ = ["ARRAY", "HERE", "HERE_QUOTED", "MAYBE", "NOT_SAID", "Token", "matching", "tokens_of"]
 
+NOT_SAID = "\0"  # in a word: a part that the script does not say
+MAYBE = "\1"  # before a word: it is there under a condition that is not known here
 ARRAY = "array"
 HERE = "heredoc"
 HERE_QUOTED = "quoted heredoc"  # in which nothing is expanded

@@ -103,7 +103,8 @@ class Verdict:
         if named:
             notes = (f"named by --for: {', '.join(named)}", *notes)
         facts.update(given_facts(te_is_installed))
-        return Run(facts, f"a run with {', '.join(holding) or 'none of the words of --for'}", notes)
+        what = f"with {', '.join(holding)}" if holding else "for which no word is known to hold"
+        return Run(facts, f"a run {what}", notes)
 
     def trains_otherwise(self) -> bool:
         """Whether the settings say that it does not train with megatron."""

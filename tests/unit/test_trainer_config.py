@@ -457,3 +457,32 @@ def test_the_tables_of_trainers_are_loaded_for_config_alone():
     code += "print([m for m in sys.modules if 'configs' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+# How miles gives a script the arguments of its model.
+PRINTS = 'LINE="$(python3 "${ROOT}/utils/model_args_utils.py" "MODEL")" || exit 1\nread -ra MODEL_ARGS <<< "${LINE}"\n'
+PRINTS += "python3 train.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 2 --rollout-batch-size 8\n"
+
+
+@pytest.mark.parametrize("model", ["large", "variant"])
+def test_arguments_that_a_function_of_python_returns_are_read_and_not_run(tmp_path, model):
+    models = tmp_path / "scripts/models"
+    models.mkdir(parents=True)
+    text = "--num-layers 4 --num-experts 32 --moe-grouped-gemm "
+    (models / "large.py").write_text(f"def model_args(n=1):\n    return ({text!r}\n        f'--seq-length {{n}} ')\n")
+    (models / "variant.py").write_text(
+        "def model_args():\n    return load_sibling_model_args(__file__, 'large', n=2)\n"
+    )
+    run = run_of(tmp_path, PRINTS.replace('"MODEL"', f'"{model}"'), name="run.sh")
+    assert run.facts["moe"] is True and run.facts["tp"] is True and run.facts["pp"] is False
+
+
+@pytest.mark.parametrize("model", ["missing", "${NAME}"])
+def test_arguments_of_a_model_that_is_not_at_hand_are_missed(tmp_path, model):
+    run = run_of(tmp_path, PRINTS.replace('"MODEL"', f'"{model}"'), name="run.sh")
+    assert "moe" not in run.facts and "mtp" not in run.facts and "pp" not in run.facts
+    assert "run.sh names scripts/models/" in notes_of(run) and "was not found" in notes_of(run)
+
+
+def test_a_file_that_says_nothing_is_told_so(tmp_path):
+    assert run_of(tmp_path, "hello: 1\n").words == "a run for which no word is known to hold"
