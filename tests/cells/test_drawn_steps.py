@@ -96,6 +96,7 @@ PACKED = drawn_steps.Step(
 )
 
 
+@pytest.mark.skipif(drawn_steps.VERSION < (0, 16), reason="models of this release take no padding mask")
 def test_a_packed_row_with_both_losses_of_a_router(ranks):
     """z-loss-padding gets the tokens of all ranks by the message of packed-seq-aux-loss."""
     check(PACKED, ranks, "")

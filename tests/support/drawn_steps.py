@@ -8,11 +8,13 @@ import random
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from shim import testing
 from shim.testing import Layout
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
+KNOWN = TransformerConfig.__dataclass_fields__
 KINDS = ("dense", "moe", "moe", "mla", "mla moe", "hybrid", "hybrid moe", "mamba", "delta")
 # Up to 0.16 hybrid models take no loss mask.
 LATER = {"hybrid": (0, 17), "hybrid moe": (0, 17), "mamba": (0, 17), "delta": (0, 16)}
@@ -67,7 +69,8 @@ class Step:
         said = [self.kind, str(self.layout), f"{self.world} ranks", f"rows {self.rows} of {self.total} tokens"]
         said += [word for word in ("packed", "masked", "prompts") if getattr(self, word)]
         said += [f"{word}: {getattr(self, word)}" for word in ("frozen", "optimizer") if getattr(self, word)]
-        said += [f"{name}={value}" for name, value in self.options.items() if name not in MLA | DELTA | MAMBA]
+        sizes = MLA | DELTA | MAMBA
+        said += [f"{name}={value}" for name, value in self.options.items() if name not in sizes or sizes[name] != value]
         return ", ".join(said)
 
 
@@ -122,6 +125,7 @@ def draw(seed):
             rows, total = tuple(((24,),) * number for _ in rows), 24
     if not hybrid and kind != "mamba":
         options |= _recompute(choose, kind)
+    options |= _rarer(random.Random(f"rarer {seed}"), kind, layout, options)
     frozen = choose.choice(FROZEN) if choose.random() < 0.3 else ""
     if frozen == "lora" and (experts or latent or kind in ("mamba", "delta")):
         frozen = "half"
@@ -181,6 +185,74 @@ def _experts(choose, layout, per_token, packed, alone, masked):
     if choose.random() < 0.4 and (per_token or alone) and masked and (losses or layout.tp * layout.cp == 1):
         options["moe_z_loss_coeff"] = 0.01
     return options
+
+
+def _rarer(choose, kind, layout, options):
+    """Options that few models have, drawn on their own so that a seed keeps the others."""
+
+    def has(name, share=0.25):
+        return choose.random() < share and name in KNOWN
+
+    more = {}
+    if kind in ("dense", "moe"):
+        more |= _rotations(choose, layout, options)
+        if choose.random() < 0.25:
+            more["kv_channels"] = 16
+        if choose.random() < 0.25:
+            more["add_qkv_bias"] = True
+        if has("attention_output_gate"):
+            more["attention_output_gate"] = True
+    if kind.startswith("mla"):
+        if choose.random() < 0.3:
+            more["q_lora_rank"] = None
+        if choose.random() < 0.3:
+            more |= {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5}
+    if "moe" in kind:
+        more |= _routing(choose, has, options)
+    if not options.get("gated_linear_unit") and choose.random() < 0.25:
+        more["activation_func"] = squared_relu
+    elif options.get("gated_linear_unit") and has("glu_linear_offset"):
+        more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5}
+    if options.get("mtp_num_layers"):
+        more["mtp_loss_scaling_factor"] = 0.3
+        if kind in ("dense", "moe") and has("mtp_use_repeated_layer", 0.5):
+            more["mtp_use_repeated_layer"] = True
+    if has("use_mup", 0.15) and kind in ("dense", "moe"):
+        more |= {"use_mup": True, "mup_base_hidden_size": 16}
+    return more
+
+
+def squared_relu(x):
+    """Of releases without one, too."""
+    return torch.relu(x).square()
+
+
+def _rotations(choose, layout, options):
+    way = choose.choice(["", "", "", "half", "pairs", "learned", "none"])
+    if way == "half":
+        return {"model_kwargs": {"rotary_percent": 0.5}}
+    if way == "pairs":
+        return {"rotary_interleaved": True}
+    # Stages each keep their own part of a learned position's gradient under MTP (docs/left.md).
+    if way == "none" or (way == "learned" and not (layout.pp > 1 and options.get("mtp_num_layers"))):
+        return {"position_embedding_type": {"none": "none", "learned": "learned_absolute"}[way]}
+    return {}
+
+
+def _routing(choose, has, options):
+    more = {}
+    sigmoid = options.get("moe_router_score_function") == "sigmoid"
+    if choose.random() < 0.3:
+        more["moe_router_topk_scaling_factor"] = 2.5
+    if choose.random() < 0.3:
+        more |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+    if sigmoid and choose.random() < 0.5:
+        more["moe_router_enable_expert_bias"] = True
+    elif not sigmoid and choose.random() < 0.3:
+        more["moe_router_pre_softmax"] = True
+    if "moe_shared_expert_intermediate_size" in options and has("moe_shared_expert_gate", 0.5):
+        more["moe_shared_expert_gate"] = True
+    return more
 
 
 def _recompute(choose, kind):
