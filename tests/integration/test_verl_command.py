@@ -78,16 +78,16 @@ def test_what_stock_has_right_keeps_its_digits(steps, kind, way, ranks, options)
 
 
 @pytest.mark.parametrize(
-    "kind, way, options, layout",
+    "kind, way, options, layout, off",
     [
-        pytest.param("qwen2", MBRIDGE, (), CP, id="CP 2"),
-        pytest.param("qwen3_moe", MBRIDGE, (), EP, id="experts, EP 2"),
-        pytest.param("qwen2", BRIDGE, LORA, CP, id="LoRA, CP 2"),
+        pytest.param("qwen2", MBRIDGE, (), CP, 0, id="CP 2"),
+        pytest.param("qwen3_moe", MBRIDGE, (), EP, 1e-7, id="experts, EP 2"),  # the last digit of fp32 in one loss
+        pytest.param("qwen2", BRIDGE, LORA, CP, 0, id="LoRA, CP 2"),
     ],
 )
-def test_two_ranks_have_the_losses_of_one(steps, kind, way, options, layout):
+def test_two_ranks_have_the_losses_of_one(steps, kind, way, options, layout, off):
     one, two = (steps(kind, way, "shim run", *ranks) for ranks in ((1, options), (2, options + layout)))
-    assert losses(two) == pytest.approx(losses(one), rel=2e-7)  # experts' ranks add other rows up
+    assert losses(two) == pytest.approx(losses(one), rel=off, abs=0)
     assert norms(two) == pytest.approx(norms(one), rel=1e-6)
 
 
