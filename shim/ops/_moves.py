@@ -114,6 +114,8 @@ class Places:
         sizes, blanks, order = self._pieces
         blank = tensor.new_full((sum(blanks), *tensor.shape[1:]), fill)
         pieces = (*tensor.split(sizes), *blank.split(blanks))
+        if tensor.requires_grad and len(order) == len(blanks):  # backward has to run: other ranks wait for its messages
+            return torch.cat([tensor[:0], blank])
         return torch.cat([pieces[place] for place in order]) if order else blank
 
     @property

@@ -202,6 +202,24 @@ def test_gradients_go_back_exactly(fill):
         assert torch.autograd.gradgradcheck(lambda x, move=move: move(x) ** 2, tensor)
 
 
+@pytest.mark.usefixtures("few")
+def test_a_rank_without_tokens_has_a_gradient_of_zeros():
+    """Its backward has to run, because other ranks wait there for its messages."""
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    empty = Packing.from_mask(mask, cp=2, alignment=8).on_rank(1)
+    other = Packing.from_lengths([1], 4, cp=2).on_rank(1)  # rank 0 has the token
+    for move, size in (
+        (empty.pack, (2, 4)),
+        (other.pack, (1, 4)),
+        (other.unpack, (2,)),
+        (Packing.from_mask(mask).pack, (2, 4)),
+        (Packing.from_mask(mask).unpack, (0,)),
+    ):
+        tensor = torch.randn(size, requires_grad=True)
+        move(tensor).sum().backward()
+        assert torch.equal(tensor.grad, torch.zeros(size))
+
+
 def test_a_frozen_tensor_gets_no_gradient():
     batch = torch.randn(4, 5, requires_grad=True)
     packing = Packing.from_mask(MASK)
