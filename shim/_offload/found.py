@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GRADIENTS", "KINDS", "MAIN", "OPTIMIZER", "WEIGHTS", "Found", "Piece"]
+__all__ = ["GRADIENTS", "KINDS", "MAIN", "OPTIMIZER", "WEIGHTS", "Found", "Piece", "unknown_optimizer"]
 
 KINDS = OPTIMIZER, MAIN, GRADIENTS, WEIGHTS = "optimizer", "main_weights", "gradients", "weights"
 
 # Other objects than optimizers and those of these packages may hold anything, and are not looked into.
 _PACKAGES = {"megatron", "transformer_engine", "apex", "emerging_optimizers"}
+_CONTAINERS = (list, tuple, set, frozenset, Mapping)
 # Words in names of attributes and keys -> what lies there. The innermost name that has one decides.
 _WORDS = {
     **dict.fromkeys(("state", "scaler", "param_groups"), OPTIMIZER),
@@ -137,9 +138,17 @@ def _kind_of(path: Iterable[str], otherwise: str) -> str:
     return otherwise
 
 
+def unknown_optimizer(optimizer: Any) -> Any:
+    """The object, `optimizer` or one of those in it, whose tensors cannot be found; None if there is none."""
+    if isinstance(optimizer, _CONTAINERS):
+        every = (unknown_optimizer(each) for each in _held(optimizer).values())
+        return next((each for each in every if each is not None), None)
+    return None if optimizer is None or _held(optimizer) else optimizer
+
+
 def _held(value: Any) -> dict[Any, Any]:
     """What a container or an object holds, by key or name."""
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+    if isinstance(value, _CONTAINERS):
         return dict(value if isinstance(value, Mapping) else enumerate(value))
     own = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     known = (own & _PACKAGES or isinstance(value, torch.optim.Optimizer)) and not isinstance(value, (nn.Module, Tensor))

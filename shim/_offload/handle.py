@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shim._errors import OffloadError, OptionError
-from shim._offload.found import GRADIENTS, KINDS, WEIGHTS, Found, Piece
+from shim._offload.found import GRADIENTS, KINDS, WEIGHTS, Found, Piece, unknown_optimizer
 from shim._offload.guards import Guard
 from shim._offload.memory import Copy
 
@@ -86,7 +86,8 @@ def offload(
 ) -> Offloaded:
     """Move what training needs to the host, and give its memory on the device back. `restore()` puts it back.
 
-    models: the model, or its virtual pipeline chunks, wrapped or not. optimizer: of megatron-core, or None.
+    models: the model, or its virtual pipeline chunks, wrapped or not.
+    optimizer: of megatron-core or torch; one, several in a list, or None.
     what: any of "optimizer" (its states), "main_weights" (copies of weights in fp32), "gradients" (buffers, and those
         of weights and main weights), and "weights" (parameters, frozen ones too, buffers, and caches in FP8).
     pin: whether the copies lie in pinned memory, which the model keeps for the next time. Unpinned is slower.
@@ -96,13 +97,20 @@ def offload(
     nested, in any order and thread. Meanwhile a forward pass, a step and a checkpoint that need what is asleep raise
     OffloadError. No message is sent: each rank calls it for itself.
 
-    Raises OptionError for an unknown kind. Raises OffloadError, with nothing moved, if the host has too little memory,
-    and for Megatron-FSDP, captured CUDA graphs, and memory that is registered with NCCL (nccl_ub).
+    Raises OptionError for an unknown kind, and for an optimizer that is neither of megatron-core nor torch's. Raises
+    OffloadError, with nothing moved, if the host has too little memory, and for Megatron-FSDP, captured CUDA graphs,
+    and memory that is registered with NCCL (nccl_ub).
     """
     wanted = [what] if isinstance(what, str) else list(what)
-    chunks = [models] if isinstance(models, nn.Module) else list(models)
-    if not chunks or not set(wanted) <= set(KINDS):
-        raise OptionError(f"shim.offload() takes models, of which there are {len(chunks)}, and what= of {KINDS}")
+    chunks = [models] if isinstance(models, nn.Module) else _checked(models)
+    for word in (word for word in wanted if word not in KINDS):
+        raise OptionError(f"shim.offload() does not know what={word!r}; it knows {', '.join(map(repr, KINDS))}")
+    unknown = unknown_optimizer(optimizer)
+    if unknown is not None:
+        raise OptionError(
+            f"shim.offload() cannot look into {type(unknown).__module__}.{type(unknown).__qualname__}, so that its "
+            "states would stay on the device. Pass the optimizer of megatron-core or torch that is inside of it"
+        )
     caller: Any = sys._getframe(1)
     while caller.f_globals.get("__name__", "").startswith("shim.patches."):  # methods of megatron-core's that call it
         caller = caller.f_back
@@ -131,6 +139,15 @@ def offload(
             copy.free()  # restore() takes all or nothing, and every value is on the host
             asleep.restore()
             raise
+
+
+def _checked(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """As a list, which the first pass does not use up."""
+    chunks: list[Any] = list(models) if isinstance(models, Iterable) else [models]
+    wrong = [type(each).__name__ for each in chunks if not isinstance(each, nn.Module)]
+    if wrong or not chunks:
+        raise OptionError(f"shim.offload() takes a model or several in a list, not {wrong[0] if wrong else 'none'}")
+    return chunks
 
 
 def _chosen(found: Found, wanted: Sequence[str], asleep: Offloaded) -> list[Piece]:

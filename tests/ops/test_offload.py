@@ -483,10 +483,37 @@ def test_what_cannot_sleep_is_refused_before_anything_moves(net, adam, change, m
     assert held(net, adam) == before
 
 
-def test_arguments(net):
-    for models, what in (([], "weights"), (net, "weight"), (net, ("optimizer", "params"))):
-        with pytest.raises(shim.OptionError, match="what="):
-            shim.offload(models, what=what)
+class Wrapper:
+    """Of a trainer's own package."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize(
+    ("models", "what", "message"),
+    [
+        ([], "weights", "takes a model or several"),
+        (None, "weights", "takes a model or several.*not NoneType"),
+        ([[]], "weights", "takes a model or several.*not list"),
+        (..., "weight", "what='weight'.*'optimizer', 'main_weights', 'gradients', 'weights'"),
+        (..., ("optimizer", 1), "what=1"),
+    ],
+)
+def test_a_wrong_argument_is_named(net, models, what, message):
+    with pytest.raises(shim.OptionError, match=message):
+        shim.offload(net if models is ... else models, what=what)
+
+
+def test_an_optimizer_that_cannot_be_looked_into_is_refused(net, adam):
+    """Its states would stay on the device, and nothing would say so."""
+    before = held(net, adam)
+    for optimizer in (Wrapper(adam), [adam, Wrapper(adam)], "adam"):
+        with pytest.raises(shim.OptionError, match=r"cannot look into .*(Wrapper|str)"):
+            shim.offload(net, optimizer)
+    assert held(net, adam) == before
+    for optimizer in (None, [], [adam, None]):
+        shim.offload(net, optimizer).restore()
 
 
 def test_on_the_cpu_nothing_moves():
