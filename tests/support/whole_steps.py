@@ -28,8 +28,8 @@ from shim.testing.schedules import run_microbatches
 # Over the norm of all gradients, and of each that is not tiny beside it. Steps of an optimizer are taken in fp32.
 BOUND = {torch.float64: (5e-6, 2e-5), torch.float32: (2e-5, 1e-3)}
 SMALL = 1e-3
-# What stock needs to build these models without Transformer Engine, and nothing else.
-BUILT_BY = ("moe-without-te", "mla-without-te", "mtp-without-te")
+# What one rank and one sequence need: to be built without Transformer Engine, and what is wrong there, too.
+BUILT_BY = ("moe-without-te", "mla-without-te", "mtp-without-te", "mla-rope-softmax-scale")
 RATE, EPSILON = 1.0, 1e9
 
 
