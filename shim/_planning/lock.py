@@ -142,7 +142,7 @@ def write_lock(
             written.write(text)
         os.replace(scratch, file)
     except OSError as error:
-        raise OptionError(f"the lock {file} cannot be written: {error}") from None
+        raise OptionError(f"the lock {file} cannot be written: {error.strerror or error}") from None
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)

@@ -107,7 +107,7 @@ def command_line() -> argparse.ArgumentParser:
             sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         return sub
 
-    command("info", "print releases, patches by state, lock and switches, in fifteen lines")
+    command("info", "print releases, patches by state, lock and switches, in at most fifteen lines")
     plan = command("plan", "print the decisions of shim.apply() here, with reasons; imports neither torch nor megatron")
     plan.add_argument(
         "--for",

@@ -83,6 +83,11 @@ def _examined() -> dict[str, Any]:
             "version for a GPU; on a CPU uninstall it, or call shim.testing.transformer_engine_on_cpu() before it"
         )
     torch = environment.installed.get("torch")
+    if torch is None and {"megatron-core", "transformer-engine"} & environment.installed.keys():
+        problems.append(
+            "torch is not installed here, so nothing that shim patches can be imported. Remedy: install torch, or run "
+            "this command in the environment that trains"
+        )
     hardware = machine(torch.location if torch else None)
     problems += filter(None, [hardware["problem"]])
     if sys.flags.optimize:

@@ -27,7 +27,19 @@ LONG = 20_000  # characters of a message, which may name all patches
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are printed as all else is: they quote what was given."""
+    """A parser whose errors are printed as all else is: they quote what was given, and are those of the command."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, allow_abbrev=False)  # a script's --onl means another option some day
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:  # argparse leaves those of a command to the parser above, which does not know its options
+            option = next((word for word in extra if word.startswith("-")), "")
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            hint = f"; {did_you_mean(option.partition('=')[0], known)}" if option else ""
+            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+        return found, extra
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, output_of, write_file
+from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, metadata, output_of, write_file
 
 from shim import __version__
 from shim._matrix.load import load_matrix
@@ -294,6 +294,23 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
     assert "usage: shim" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--fr", "mtp"], "did you mean '--for'?"),
+        (["plan", "--onl=p"], "did you mean '--only'"),  # no abbreviation
+        (["explain", "p", "q"], "shim explain: error: unrecognized arguments: q"),
+    ],
+)
+def test_what_a_command_does_not_know_is_said_by_the_command(arguments, said, capsys):
+    """With its own usage, and the option that may have been meant."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    err = " ".join(capsys.readouterr().err.split())
+    assert caught.value.code == 2
+    assert f"usage: shim {arguments[0]}" in err and said in err
+
+
 def test_the_command_alone_says_what_it_can_do(shim):
     """Which is still wrong usage, but what one types first."""
     code, out, err = shim()
@@ -386,6 +403,8 @@ DOCTOR_KEYS = {
 
 def test_doctor_as_json(shim, world):
     """Where shim itself was imported from comes first: a second copy is a frequent cause of riddles."""
+    write_file(world.site / "torch/__init__.py", "")
+    metadata(world.site, "2.9.1", "torch")
     code, out, _ = shim("doctor", "--json")
     found = json.loads(out)
     assert code == 0 and found["problems"] == []

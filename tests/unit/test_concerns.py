@@ -21,7 +21,8 @@ ASKED = {
 }
 # In these proofs it is one case of several.
 BESIDE = {
-    "moe": {"moved-symbols"},  # its layers have experts so that they can be told apart
+    # Layers of moved-symbols have experts so that they can be told apart; a clamp concerns dense layers too.
+    "moe": {"moved-symbols", "clamped-activations"},
     "mtp": {"fused-linear-logprob", "checkpoint-non-tensors", "router-padding-mask"},
     "recompute": {"router-replay", "mla-rope-key-gradient"},
     "lora": {"main-param-names", "tp-attributes", "te-frozen-experts"},  # who freezes some experts has no adapters

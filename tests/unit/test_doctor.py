@@ -143,6 +143,8 @@ def test_transformer_engine_without_its_core_library_is_a_problem(here, world, p
     """Its import raises no ImportError then, so that of megatron.core fails as well. --no-deps leaves such a one."""
     metadata(here.site, "2.9.0", "transformer-engine")
     write_file(here.site / "transformer_engine/__init__.py", "")
+    write_file(here.site / "torch/__init__.py", "")
+    metadata(here.site, "2.9.1", "torch")
     [problem] = examine()["problems"]
     assert problem.startswith("transformer-engine 2.9.0 has no core library (libtransformer_engine.so)")
     assert "megatron.core" in problem and "transformer_engine_on_cpu()" in problem
@@ -154,3 +156,11 @@ def test_nothing_installed_is_a_problem(here, world):
     """Which the wrong Python, or a forgotten PYTHONPATH, looks like."""
     world.on_path(world.own)
     assert any(problem.startswith("Neither megatron-core nor") for problem in examine()["problems"])
+
+
+def test_a_machine_without_torch_is_a_problem(here):
+    """Every patch would stay pending there, and no import of megatron-core can work."""
+    assert any("torch is not installed" in problem for problem in examine()["problems"])
+    write_file(here.site / "torch/__init__.py", "")
+    metadata(here.site, "2.9.1", "torch")
+    assert not any("torch is not installed" in problem for problem in examine()["problems"])
