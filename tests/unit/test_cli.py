@@ -283,34 +283,6 @@ def test_what_cannot_be_understood_exits_with_2(shim, arguments):
     assert re.fullmatch(r"shim: [^\n]+\n", err)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["gone"], ["plan", "--gone"], ["explain"], ["audit"], ["plan", "--on-drift", "known"]]
-)
-def test_wrong_usage_exits_with_2(arguments, capsys):
-    """argparse says how it is used."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: shim" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["plan", "--fr", "mtp"], "did you mean '--for'?"),
-        (["plan", "--onl=p"], "did you mean '--only'"),  # no abbreviation
-        (["explain", "p", "q"], "shim explain: error: unrecognized arguments: q"),
-    ],
-)
-def test_what_a_command_does_not_know_is_said_by_the_command(arguments, said, capsys):
-    """With its own usage, and the option that may have been meant."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    err = " ".join(capsys.readouterr().err.split())
-    assert caught.value.code == 2
-    assert f"usage: shim {arguments[0]}" in err and said in err
-
-
 def test_the_command_alone_says_what_it_can_do(shim):
     """Which is still wrong usage, but what one types first."""
     code, out, err = shim()
