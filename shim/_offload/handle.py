@@ -103,8 +103,9 @@ def offload(
     """
     wanted = [what] if isinstance(what, str) else list(what)
     chunks = [models] if isinstance(models, nn.Module) else _checked(models)
-    for word in (word for word in wanted if word not in KINDS):
-        raise OptionError(f"shim.offload() does not know what={word!r}; it knows {', '.join(map(repr, KINDS))}")
+    odd = [word for word in wanted if word not in KINDS]
+    if odd:
+        raise OptionError(f"shim.offload() does not know what={odd[0]!r}; it knows {', '.join(map(repr, KINDS))}")
     unknown = unknown_optimizer(optimizer)
     if unknown is not None:
         raise OptionError(
