@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_experts import eager
 from shim.testing import Layout
 from shim.testing.proof import Here, LacksFeatureError
 
@@ -63,7 +63,6 @@ def step(wrapped: Any, padding: Sequence[int] = (), micro_batch_size: int = 1, *
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe import moe_utils
 
     if padding and not takes_padding_mask():
         raise LacksFeatureError("models of this release take no padding mask")
@@ -87,12 +86,7 @@ def step(wrapped: Any, padding: Sequence[int] = (), micro_batch_size: int = 1, *
 
     microbatches = list(zip(rows.split(micro_batch_size), ends.split(micro_batch_size), strict=True))
     wrapped.zero_grad_buffer()
-    # 0.16 looks it up in every step, and has it with Transformer Engine only. A part of the router is compiled on
-    # first use, for many seconds.
-    with (
-        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with eager():
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(microbatches),

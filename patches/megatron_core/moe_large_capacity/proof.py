@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import Tensor
 
-from shim import testing
+from shim.patches.megatron_core._proof_experts import step
 from shim.testing.proof import Here, proof
 
 MODEL: dict[str, Any] = {
@@ -24,15 +22,8 @@ FACTOR, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity
 
 def trained(tokens: int = 8, **options: Any) -> dict[str, Tensor]:
     """The losses of a row, and the gradients of a step by the names of their parameters."""
-    from megatron.core.transformer.moe import moe_utils
-
-    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True), torch.compiler.set_stance("force_eager"):
-        model: Any = testing.build_gpt(**{**MODEL, **options})
-        row = torch.arange(tokens)[None]
-        losses = model(row, row, None, labels=row)
-        losses.mean().backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    return {**found, "losses": losses.detach()}
+    losses, gradients = step(tokens, **{**MODEL, **options})
+    return {**gradients, "losses": losses}
 
 
 def off(tokens: int = 8, **options: Any) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_experts import eager
 from shim.patches.megatron_core._proof_router_losses import PER_TOKEN, model_of, of_routers, off_by
 from shim.testing.packing import PackedRow
 from shim.testing.proof import Here, proof
@@ -37,7 +37,6 @@ def step(wrapped: Any, rows: Sequence[PackedRow], packed: bool) -> None:
     wrapped: a model in DistributedDataParallel, or a list of a rank's virtual stages.
     """
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.transformer.moe import moe_utils
 
     chunks = wrapped if isinstance(wrapped, list) else [wrapped]
     config: Any = chunks[0].config
@@ -58,8 +57,7 @@ def step(wrapped: Any, rows: Sequence[PackedRow], packed: bool) -> None:
         given = {"packed_seq_params": row.packed_seq_params()} if packed else {}
         return chunk(ids, positions, None, labels=labels, **given), loss_func
 
-    # See step of _proof_router_losses.
-    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True), torch.compiler.set_stance("force_eager"):
+    with eager():
         run_microbatches(wrapped, rows, forward, max(row.total for row in rows))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_experts import eager
 from shim.testing.proof import Here, proof
 
 LAYERS, TOKENS = 4, 64
@@ -28,20 +28,12 @@ def step(steps: int = 2, adapters: bool = False, **options: Any) -> tuple[int, i
 
     adapters: all weights are frozen but for low-rank adapters, and the output of the embeddings requires a gradient.
     """
-    from megatron.core.transformer.moe import moe_utils
-
     model: Any = testing.build_gpt(**{**MODEL, **options})
     if adapters:
         testing.add_lora(model)
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     row, grads = torch.arange(TOKENS)[None], {}
-    # 0.16 looks it up in every step, and has it with Transformer Engine only. A part of the router is compiled on first
-    # use, for many seconds.
-    with (
-        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-        torch.compiler.set_stance("force_eager"),
-        testing.Footprint() as footprint,
-    ):
+    with eager(), testing.Footprint() as footprint:
         for _ in range(steps):
             model(row, row, None, labels=row.roll(-1)).mean().backward()
             grads = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}

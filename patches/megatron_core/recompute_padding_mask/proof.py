@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
-from unittest import mock
 
 import torch
 
 from shim import testing
+from shim.patches.megatron_core._proof_experts import eager
 from shim.testing.proof import Here, LacksFeatureError, Measured, proof
 
 MODEL: dict[str, Any] = {
@@ -36,8 +36,6 @@ def training(adapters: bool = False, **options: Any) -> tuple[list[dict[str, tor
 
     adapters: all weights are frozen but for low-rank adapters, and the output of the embeddings requires a gradient.
     """
-    from megatron.core.transformer.moe import moe_utils
-
     model: Any = testing.build_gpt(**MODEL, **options)
     if adapters:
         testing.add_lora(model)
@@ -46,12 +44,7 @@ def training(adapters: bool = False, **options: Any) -> tuple[list[dict[str, tor
     mask, steps, norms = row >= TOKENS, [], []
     for _ in range(STEPS):
         model.zero_grad()
-        # 0.16 looks it up in every step, and has it with Transformer Engine only. A part of the router is compiled on
-        # first use, for many seconds.
-        with (
-            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-            torch.compiler.set_stance("force_eager"),
-        ):
+        with eager():
             losses = model(row, row, None, labels=row.roll(-1), padding_mask=mask)
             losses[~mask].mean().backward()
         steps.append({name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None})

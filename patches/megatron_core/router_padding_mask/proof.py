@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_experts import eager
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 
@@ -25,15 +24,6 @@ MODEL: dict[str, Any] = {
     "share_embeddings_and_output_weights": False,
 }
 TOKENS, PADDING = 10, 6
-
-
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
-    """No part of a router is compiled, which takes many seconds, or looks for Transformer Engine, as in 0.16."""
-    from megatron.core.transformer.moe import moe_utils
-
-    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True), torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def takes_padding_mask() -> bool:

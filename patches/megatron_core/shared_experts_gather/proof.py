@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_experts import eager
 from shim.testing import Layout
 from shim.testing.proof import Here, proof
 
@@ -36,10 +36,9 @@ def rows_of_rank() -> Tensor:
 def losses(trained: bool = False) -> Tensor:
     """The loss of each token, [rows, s], of this rank. trained: whether with a step's backward."""
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils
 
     cut = parallel_state.get_tensor_model_parallel_world_size() > 1
-    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True), torch.compiler.set_stance("force_eager"):
+    with eager():
         model: Any = testing.build_gpt(**MODEL, sequence_parallel=cut)
         rows = rows_of_rank()
         with torch.set_grad_enabled(trained):
