@@ -47,9 +47,20 @@ def gpt_dataset(prefix: str, length: int, tokenizer: Any, epochs: int = 1, **opt
     import numpy
 
     compiled_or_not()
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
+
+    config = dataset_config(prefix, length, tokenizer, **{"drop_last_partial_validation_sequence": False, **options})
+    corpus = IndexedDataset(prefix)
+    documents = numpy.arange(len(corpus), dtype=numpy.int32)
+    rows = None if epochs == 1 else epochs * int(corpus.sequence_lengths.sum()) // length - 1
+    return GPTDataset(corpus, prefix, documents, rows, Split.valid if epochs == 1 else Split.train, config)
+
+
+def dataset_config(prefix: str, length: int, tokenizer: Any, **options: Any) -> Any:
+    """A GPTDatasetConfig for rows of `length` tokens of this corpus. The index lies beside it. options: override."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     given = {
         "random_seed": 1,
@@ -60,15 +71,10 @@ def gpt_dataset(prefix: str, length: int, tokenizer: Any, epochs: int = 1, **opt
         "reset_attention_mask": False,
         "eod_mask_loss": False,
         "create_attention_mask": False,
-        "drop_last_partial_validation_sequence": False,
         "path_to_cache": str(Path(prefix).with_name("index")),
         "tokenizer": tokenizer,
     }
-    config = GPTDatasetConfig(**{**given, **options})
-    corpus = IndexedDataset(prefix)
-    documents = numpy.arange(len(corpus), dtype=numpy.int32)
-    rows = None if epochs == 1 else epochs * int(corpus.sequence_lengths.sum()) // length - 1
-    return GPTDataset(corpus, prefix, documents, rows, Split.valid if epochs == 1 else Split.train, config)
+    return GPTDatasetConfig(**{**given, **options})
 
 
 def compiled_or_not() -> None:

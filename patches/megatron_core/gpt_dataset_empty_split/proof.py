@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from shim.testing.corpus import Tokenizer, compiled_or_not, write_corpus
+from shim.testing.corpus import Tokenizer, compiled_or_not, dataset_config, write_corpus
 from shim.testing.proof import Here, proof
 
 LENGTH, EOD = 8, 1
@@ -37,21 +36,9 @@ def splits_of(rows: Sequence[int], folder: str, split: str = USUAL_SPLIT, **opti
     """The datasets of a small corpus for training, validation and test, with so many rows asked for."""
     compiled_or_not()
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    given = {
-        "random_seed": 1,
-        "sequence_length": LENGTH,
-        "blend": ([write_corpus(DOCUMENTS, folder)], None),
-        "split": split,
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-        "create_attention_mask": False,
-        "path_to_cache": str(Path(folder, "index")),
-        "tokenizer": Tokenizer(0, EOD),
-    }
-    config = GPTDatasetConfig(**{**given, **options})
+    config = dataset_config(write_corpus(DOCUMENTS, folder), LENGTH, Tokenizer(0, EOD), **{"split": split, **options})
     found: list[Any] = BlendedMegatronDatasetBuilder(GPTDataset, list(rows), lambda: True, config).build()
     return found
 
