@@ -54,6 +54,8 @@ def truth_and_found(steps, step, ranks, again):
 def check(step, ranks, again):
     right, found = truth_and_found(whole_steps, step, ranks, again)
     together, each = whole_steps.BOUND[step.options["params_dtype"]]
+    if step.kind == "delta":
+        each = max(each, whole_steps.EACH_OF_DELTA)
     for shares in found:
         all_off, (error, name) = whole_steps.worst(shares, right)
         assert all_off < together and error < each, f"{again}\noff by {all_off:.1e}, {error:.1e} at {name}"
