@@ -18,7 +18,7 @@ from shim._configs.files import Search
 from shim._configs.model_arguments import PRINTS_THEM, arguments_of
 from shim._configs.shell_words import ARRAY, HERE, HERE_QUOTED, MAYBE, NOT_SAID, Token, matching, tokens_of
 
-__all__ = ["MAYBE", "NOT_SAID", "Command", "Script"]
+__all__ = ["Command", "Script"]
 
 NESTED = 8  # scripts within words of scripts, or scripts that run others
 

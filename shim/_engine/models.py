@@ -513,7 +513,7 @@ def _ways_to(chain: Chain, decision: Decision, binder: Records) -> Iterator[tupl
     """The methods whose overrides may hide the object on a target, each with its class."""
     if isinstance(chain.owner, type):
         yield chain.target, chain.owner
-    for method in decision.wiring.reached_by.get(chain.target, ()) if decision.wiring else ():
+    for method in decision.reached_by.get(chain.target, ()):
         owner: Any = binder.loaded(split_target(method)[0])
         for part in split_target(method)[1].split(".")[:-1]:
             owner = None if owner is None else namespace_of(owner).get(part)
