@@ -74,6 +74,16 @@ def bindings(variant, options):
 '''
 
 
+def installed(directory: Path) -> Path:
+    """shim as users install it: its wheel, unpacked below `directory`. A checkout also looks for edited files."""
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    shutil.rmtree(TOP / "build", ignore_errors=True)  # files that are gone would come along
+    subprocess.run([*wheel, "--wheel-dir", str(directory), str(TOP)], check=True)
+    top = directory / "installed"
+    shutil.unpack_archive(next(directory.glob("*.whl")), top, "zip")
+    return top
+
+
 def with_more_patches(directory: Path, patches: int) -> None:
     """A copy of shim below `directory` whose matrix has so many patches, pinned; those that shim lacks are made up."""
     for name in ("shim", "patches"):
@@ -139,7 +149,7 @@ def say(name: str, found: float, limit: float, unit: str = "of the imports alone
     return found > limit
 
 
-def measure(release: str, runs: int, top: Path = TOP, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
+def measure(release: str, runs: int, top: Path, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
     """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed."""
     from shim.testing.releases import fetch
 
@@ -172,9 +182,11 @@ def main() -> int:
     arguments = parser.parse_args()
     releases = arguments.releases.split(",")
     rows, missed = {}, False
-    for release in releases:
-        rows[release], too_much = measure(release, arguments.runs)
-        missed |= too_much
+    with tempfile.TemporaryDirectory() as scratch:
+        top = installed(Path(scratch))
+        for release in releases:
+            rows[release], too_much = measure(release, arguments.runs, top)
+            missed |= too_much
     found: dict[str, Any] = {"releases": rows, "runs": arguments.runs, "patches": len(load_matrix().patches)}
     found["torch"] = version("torch")
     if arguments.patches:

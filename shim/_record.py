@@ -1,14 +1,15 @@
-"""record: a frozen dataclass whose methods are not compiled anew in each process, and computed_once for its instances.
+"""record: a frozen dataclass whose methods are not compiled anew in each process; computed_once and replace for it.
 
 `dataclasses.dataclass` writes the text of each method and compiles it: half a millisecond a class, and 40 classes are a
-fifth of `import shim; shim.apply()`. A record has the same fields and methods, shared by all. `replace` and `fields`
-of dataclasses work on it.
+fifth of `import shim; shim.apply()`. A record has the same fields and methods, shared by all. `fields` and `replace`
+of dataclasses work on it; the `replace` of this module is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field, fields
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ else:
         return lambda function: function
 
 
-__all__ = ["computed_once", "record"]
+__all__ = ["computed_once", "record", "replace"]
 
 T = TypeVar("T")
 
@@ -53,6 +54,13 @@ def record(cls: type[T]) -> type[T]:
     return cls
 
 
+def replace(record: T, **given: Any) -> T:
+    """dataclasses.replace for records, without its look at each field."""
+    names = record.__record__.names  # type: ignore[attr-defined]
+    values = {**dict(zip(names, map(getattr, repeat(record), names))), **given}
+    return type(record)(*values.values())
+
+
 class _Fields:
     """What the methods of a record look up: its fields, once for the class."""
 
@@ -75,8 +83,8 @@ def _init(self: Any, *args: Any, **given: Any) -> None:
         values: Iterable[Any] = args
     else:
         values = _filled(self, of, args, given)
-    for name, value in zip(of.names, values):  # a look at __dict__ would make a dictionary for each record
-        _set(self, name, value)
+    # In C, and not by __dict__: a look at it would make a dictionary for each record.
+    any(map(_set, repeat(self), of.names, values))
 
 
 def _filled(self: Any, of: _Fields, args: tuple[Any, ...], given: Mapping[str, Any]) -> Iterable[Any]:

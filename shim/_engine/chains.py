@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any, TypeVar
 
 from shim._compatible import marks_of
@@ -28,7 +28,7 @@ from shim._engine.names import (
 )
 from shim._engine.reach import callable_paths
 from shim._errors import BindError
-from shim._record import record
+from shim._record import record, replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Findings", "Question", "Records", "Wrapped", "is_same"]
@@ -64,7 +64,7 @@ class Wrapped:
 class Findings:
     """What was found about other people's functions, for the plan that was looked at last.
 
-    loaded: the modules with targets of the plan that had run by then. Targets in others are bound later.
+    loaded: the modules that the plan waits for and that had run by then. Targets in others are bound later.
     wrapped: of a target without a chain, the object from inside of which upstream's function is called.
     around: patch and target -> the foreign function that the patch goes around, in words.
     open: patch and body -> the question that only a model can answer.
@@ -144,13 +144,20 @@ class Records:
     def loaded(self, name: str) -> types.ModuleType | None:
         """The module if its code has run to the end; None if it is absent, lazy or half imported."""
         module = sys.modules.get(name)
-        # is_kind() reads no attribute, which would load a lazy module.
-        if not is_kind(module, types.ModuleType):
-            return None
-        # From Python 3.12 on a lazy module keeps its lazy type while its code runs.
-        if name not in self.executed and (is_lazy(module) or is_initialising(module)):
+        kind = type(module)  # reads no attribute, which would load a lazy module
+        if kind is not types.ModuleType:
+            if not issubclass(kind, types.ModuleType):
+                return None
+            # From Python 3.12 on a lazy module keeps its lazy type while its code runs.
+            if is_lazy(module) and name not in self.executed:
+                return None
+        if is_initialising(module) and name not in self.executed:
             return None
         return module
+
+    def ran(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of `names` whose modules have run to the end."""
+        return frozenset(filter(self.loaded, sys.modules.keys() & names))
 
     def overdue(self) -> set[str]:
         """Modules that were half imported at the last search for aliases, or came since, and have run by now."""
@@ -230,8 +237,9 @@ class Records:
 
     def replaced_targets(self) -> dict[str, Replaced]:
         """The entries of `replaced_now` that are targets; aliases are left out."""
-        targets = {chain.key: target for target, chain in self.chains.items()}
-        return {targets[item.slot.key]: item for item in self.replaced_now() if item.slot.key in targets}
+        replaced = self.replaced_now()
+        targets = {chain.key: target for target, chain in self.chains.items()} if replaced else {}
+        return {targets[item.slot.key]: item for item in replaced if item.slot.key in targets}
 
     def is_back(self, replaced: Replaced) -> bool:
         """Whether a replaced name holds shim's or upstream's object again."""

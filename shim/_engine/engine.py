@@ -32,7 +32,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,6 +47,7 @@ from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan
 from shim._planning.requirements import changed_by, enforce
+from shim._record import replace
 from shim._releases.detect import detect
 from shim._releases.sources import Sources
 from shim._tasks import current_task
@@ -293,7 +293,7 @@ class Engine:
         # after_code() does what is left when this module has run.
         if module in self.watch.watched:
             return True
-        if imports_no_megatron(module) or not self.watch.ready(self.binder.loaded):
+        if imports_no_megatron(module) or not self.binder.ran(self.watch.late):
             return False
         # A target has come past the hook. While a patch module is imported, late work would import it a second time.
         return not (self.factories.loading or self.is_within())
@@ -308,7 +308,7 @@ class Engine:
             return
         if not self.is_within():
             with suppress(BindError):  # the transaction after the code fails in the same way, and tells
-                self.factories.load(plan, but, lambda found: found == name)
+                self.factories.load(plan, but, frozenset([name]))
         self.factories.begin(plan, but, name, module)
 
     def after_code(self, module: ModuleType, meanwhile: Callable[[], Sequence[str]]) -> None:
@@ -359,7 +359,7 @@ class Engine:
 
     def _do_what_waited(self) -> None:
         """Do what could not be done within the transaction that has just ended."""
-        if self._over() is not None or self.watch.ready(self.binder.loaded):
+        if self._over() is not None or self.binder.ran(self.watch.late):
             self._do_late_work()
 
     def _do_late_work(self) -> None:
@@ -406,7 +406,7 @@ class Engine:
                         return
                     if plan is not self.plan:
                         self.watch.add(concerned_by(plan))
-                waiting |= self.factories.load(plan, but, functools.cache(self.binder.loaded))
+                waiting |= self.factories.load(plan, but, self.binder.ran(plan.awaited))
             except BindError as error:
                 if error.patch is None or asked is None:
                     raise
@@ -426,11 +426,12 @@ class Engine:
         plan = asked.plan
         if plan is None:
             return None, Findings()
-        if self._misses(plan, but):
+        ran = self.binder.ran(plan.awaited)
+        if any(self.factories.missing(plan, but, ran)):
             return plan, None
-        found, findings = with_conflicts(plan, self.binder)
+        found, findings = with_conflicts(plan, self.binder, ran)
         if found is not plan:
-            if self._misses(found, but):  # a conflict has ended
+            if any(self.factories.missing(found, but, ran)):  # a conflict has ended
                 return found, None
             for finding in warnings_for(found):
                 self.deferred.warn_patch(*finding)
@@ -438,18 +439,16 @@ class Engine:
                 enforce(found)
         return found, findings
 
-    def _misses(self, plan: Plan, but: Collection[str]) -> bool:
-        return any(True for _ in self.factories.missing(plan, but, functools.cache(self.binder.loaded)))
-
     def _write(self, asked: _Goal, findings: Findings, imported: Imported | None) -> None:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force."""
         plan, failed = asked.plan, asked.failed
+        same = plan is self.plan and failed == self.failed  # at most imports
         self.switches += asked.called
         modules = self.watch.modules
-        if plan is not self.plan:  # the same plan at most imports
+        if plan is not self.plan:
             modules = concerned_by(plan)
             self.watch.add(modules)
-        late = frozenset(name for name in modules.targets if not self.binder.loaded(name))
+        late = modules.targets - findings.loaded
         also = [
             Write(self.watch, "modules", self.watch.modules, modules),
             Write(self.watch, "watched", self.watch.watched, frozenset().union(*modules)),
@@ -465,7 +464,8 @@ class Engine:
             replaced, missed = self.binder.commit(layers, imported, also, findings)
         # Another thread may have imported a module between the search for conflicts and the commit.
         self.watch.late |= missed
-        self.factories.keep_only(plan, failed)
+        if not same:
+            self.factories.keep_only(plan, failed)
         for item in replaced:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")
@@ -522,7 +522,7 @@ class Engine:
     def find_conflicts(self, plan: Plan) -> Plan:
         """The plan with the conflicts that switch_to() would find now."""
         with self.lock:
-            return with_conflicts(plan, self.binder)[0]
+            return with_conflicts(plan, self.binder, self.binder.ran(plan.awaited))[0]
 
     def warn(self, texts: Iterable[str]) -> None:
         """Log each text as a warning, once in the process."""

@@ -83,7 +83,7 @@ def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Par
     named = [name for name in named if name not in own]
     if not named:
         return ""
-    held = list(held_by(new))
+    held = list(held_by(new, until=old))  # what that takes was asked when it was bound
     for function in held:
         known = _said_to_take(function) if type(function) is types.FunctionType else None
         unknown = [name for name in named if known is not None and name not in known]
@@ -160,23 +160,23 @@ class Factories:
         """Whether this thread is importing a patch module. Imports inside it then load no further patch modules."""
         return getattr(self._thread, "loading", False)
 
-    def missing(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> Iterator[Decision]:
+    def missing(self, plan: Plan, but: Collection[str], ran: frozenset[str]) -> Iterator[Decision]:
         """The patches that are needed now and whose factories are not loaded.
 
-        but: ids that are not needed.    loaded: whether a module has run to the end.
+        but: ids that are not needed.    ran: the modules of the plan that have run to the end.
         """
         for decision, modules in plan.wanted:
-            if decision.id not in but and decision.content not in self._made and any(map(loaded, modules)):
+            if not ran.isdisjoint(modules) and decision.content not in self._made and decision.id not in but:
                 yield decision
 
-    def load(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> set[str]:
+    def load(self, plan: Plan, but: Collection[str], ran: frozenset[str]) -> set[str]:
         """Import the patch modules that are needed now. Called without the lock. BindError names the failing patch.
 
         Returns the ids of patches that must wait: this call runs inside the import of their module, which imports a
         target. The import of that module binds the patch in the end.
         """
         postponed = set()
-        for decision in self.missing(plan, but, loaded):
+        for decision in self.missing(plan, but, ran):
             entry = plan.matrix.patches[decision.id]
             outer, self._thread.loading = self.loading, True
             try:
@@ -206,19 +206,21 @@ class Factories:
     def layers(self, plan: Plan | None, but: Collection[str]) -> dict[str, tuple[Layer, ...]]:
         """Target -> layers, innermost first, in the order of the plan, which is that of the matrix."""
         wanted: dict[str, tuple[Layer, ...]] = {}
-        for decision in () if plan is None else plan.decisions.values():
+        for decision, _ in () if plan is None else plan.wanted:
             made = self._made.get(decision.content)
-            if not decision.wanted or decision.id in but or made is None:
+            if decision.id in but or made is None:
                 continue
-            for target in decision.targets:
-                if target not in decision.skipped:
-                    wanted[target] = (*wanted.get(target, ()), made[target])
+            targets = [target for target in decision.targets if target not in decision.skipped]
+            if wanted.keys().isdisjoint(targets):  # as most
+                wanted.update(zip(targets, zip(map(made.__getitem__, targets))))
+                continue
+            for target in targets:
+                wanted[target] = (*wanted.get(target, ()), made[target])
         return wanted
 
     def keep_only(self, plan: Plan | None, but: Collection[str]) -> None:
         """Drop the factories of patches that are not applied, so that objects which only they reference are freed."""
-        wanted = [] if plan is None else [d for d in plan.decisions.values() if d.wanted and d.id not in but]
-        needed = {decision.content for decision in wanted}
+        needed = set() if plan is None else {d.content for d, _ in plan.wanted if d.id not in but}
         self._made = {content: layers for content, layers in self._made.items() if content in needed}
 
     # What patches hold besides functions
@@ -226,7 +228,7 @@ class Factories:
     def begin(self, plan: Plan, but: Collection[str], name: str, module: ModuleType) -> None:
         """Call each `begin` for the module `name`, of patches whose factories are loaded. Called without the lock."""
         patches = plan.matrix.patches
-        wanted = [d for d in plan.decisions.values() if d.wanted and d.id not in but and name in patches[d.id].before]
+        wanted = [d for d, _ in plan.wanted if d.id not in but and name in patches[d.id].before]
         contents = {decision.content for decision in wanted}
         with self._lock():
             entries = [entry for entry in self._resources if entry.content in contents]

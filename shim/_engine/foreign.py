@@ -10,7 +10,6 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from shim._compatible import marks_of
@@ -21,7 +20,7 @@ from shim._engine.report import is_method, is_tried, remedy_for, remedy_in_doubt
 from shim._errors import BindError, SourceError
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
-from shim._record import record
+from shim._record import record, replace
 from shim._releases.fingerprint import (
     ABSENT,
     Definition,
@@ -359,8 +358,10 @@ class _Foreign:
     value: Any = None
 
 
-def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
+def with_conflicts(plan: Plan, binder: Records, ran: frozenset[str]) -> tuple[Plan, Findings]:
     """The plan with what foreign objects keep from it now, and what was found about them. Changes nothing.
+
+    ran: those of the modules that the plan waits for that have run to the end.
 
     Returns the same plan object if nothing changes.
 
@@ -370,18 +371,20 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
     calls upstream's function is no conflict: the binder is told where it holds that function (`Findings.wrapped`). Nor
     is one that the patch can go around (`Findings.around`).
     """
-    decisions = {id: decision.without_conflict or decision for id, decision in plan.decisions.items()}
-    wanted = {id: decision for id, decision in decisions.items() if decision.wanted}
-    loaded = {name for name in set().union(*(d.modules for d in wanted.values())) if binder.loaded(name)}
-    binder = binder.looking(loaded)
+    binder = binder.looking(ran)
     overridden = binder.replaced_targets()
     # What was bound was looked at then. Of it, only what others have replaced since can make a difference.
     settled = binder.chains.keys() - overridden.keys() - {target for _, target in binder.found.around}
-    for id, decision in wanted.items():
+    hindered: dict[str, Decision] = {}
+    for decision in plan.contenders:
+        away = ran.isdisjoint(decision.modules) and binder.chains.keys().isdisjoint(decision.targets)
+        if not decision.reached_by and (away or settled.issuperset(decision.targets)):
+            continue  # as most of them
+        id = decision.id
         skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
         for target, module in decision.placed:
-            if target in settled or (module not in loaded and target not in binder.chains):
+            if target in settled or (module not in ran and target not in binder.chains):
                 continue
             found = _foreign_on(target, decision, plan, binder, overridden)
             if found is None:
@@ -401,12 +404,13 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
         if conflict is None and decision.reached_by:
             conflict = _cut_off(decision, plan, binder)
         if conflict is not None:
-            decisions[id] = replace(
+            hindered[id] = replace(
                 decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, without_conflict=decision
             )
         elif skipped.keys() - overridden.keys():
             kept = {target: who for target, who in skipped.items() if target not in overridden}
-            decisions[id] = replace(decision, skipped=kept, without_conflict=decision)
+            hindered[id] = replace(decision, skipped=kept, without_conflict=decision)
+    decisions = {**plan.unhindered, **hindered}
     if decisions != plan.decisions:
         plan = replace(plan, decisions=decisions)
     return plan, binder.found

@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from itertools import filterfalse
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from shim._engine.log import logger
-from shim._engine.names import imports_no_megatron, is_kind, namespace_of
+from shim._engine.names import imports_no_megatron, namespace_of
 from shim._errors import SourceError
 from shim._planning.plan import Plan
 from shim._releases.detect import DISTRIBUTIONS, PATCHED, place_of, same_place
@@ -46,7 +47,7 @@ def is_lazy(module: object) -> bool:
 
 def is_initialising(module: object) -> bool:
     """Whether the module's import is under way."""
-    if not is_kind(module, ModuleType):
+    if not issubclass(type(module), ModuleType):
         return False
     try:
         # importlib writes True. A mock has anything.
@@ -130,7 +131,7 @@ class _HookedLoader:
 
 def _since(name: str) -> list[str]:
     """Modules imported since the import of `name` began, or half imported now: only these can already hold an alias."""
-    return [found for found in {*imported_since(name), *locked_modules()} if not imports_no_megatron(found)]
+    return list(filterfalse(imports_no_megatron, {*imported_since(name), *locked_modules()}))
 
 
 class ImportHook:
@@ -264,13 +265,6 @@ class Watch:
             self.hook.install()
         else:
             self.hook.remove()
-
-    def ready(self, loaded: _Loaded) -> list[str]:
-        """The late modules that have run by now."""
-        late = self.late
-        if sys.modules.keys().isdisjoint(late):  # as at most of a process's imports, each of which asks
-            return []
-        return [name for name in late if name in sys.modules and loaded(name)]
 
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""

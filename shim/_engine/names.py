@@ -7,12 +7,12 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any, NamedTuple
 
 from shim._matrix.model import Variant
 from shim._printing.printable import one_line
-from shim._record import record
+from shim._record import computed_once, record
 
 __all__ = [
     "Chain",
@@ -71,6 +71,8 @@ def namespace_of(owner: Any) -> Mapping[str, Any]:
     imported, and sys.modules may hold anything.
     """
     kind = type(owner)
+    if kind is types.ModuleType:  # as most
+        return _OF_MODULE.__get__(owner) or {}
     if issubclass(kind, type):
         found: Mapping[str, Any] | None = _OF_CLASS.__get__(owner)
     elif issubclass(kind, types.ModuleType):
@@ -101,23 +103,9 @@ def imports_no_megatron(name: str) -> bool:
     return name.partition(".")[0] in _STRANGERS
 
 
-def _kinds(*of: type) -> frozenset[int]:
-    """The ids of the types `of` and of all their subclasses in the process.
-
-    Ids, because a metaclass may define == and hash() for its classes, or take them away.
-    """
-    found, left = set(map(id, of)), list(of)
-    while left:
-        kinds: list[type] = type.__subclasses__(left.pop())
-        derived = [kind for kind in kinds if id(kind) not in found]
-        found.update(map(id, derived))
-        left += derived
-    return frozenset(found)
-
-
-def _of_type(kinds: frozenset[int], values: list[Any]) -> list[Any]:
-    """The values whose exact type is one of `kinds`. In C, because a start asks it of a hundred thousand."""
-    return list(compress(values, map(kinds.__contains__, map(id, map(type, values)))))
+def _of_type(kinds: type | tuple[type, ...], values: list[Any]) -> list[Any]:
+    """The values whose type is derived from one of `kinds`. In C, because a start asks it of a hundred thousand."""
+    return list(compress(values, map(issubclass, map(type, values), repeat(kinds))))
 
 
 def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -> list[Location]:
@@ -132,10 +120,9 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
         return []
     searched = set(names)
     # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is wanted
-    # (in C), and whether its exact type is that of a class or descriptor. Dictionaries are copied first, because
-    # another thread may write to them.
-    absent, metaclasses, descriptors = wanted.isdisjoint, _kinds(type), _kinds(*DESCRIPTORS)
-    either = metaclasses | descriptors
+    # (in C), and whether it is a class or a descriptor. Dictionaries are copied first, because another thread may write
+    # to them.
+    absent = wanted.isdisjoint
     found: list[Location] = []
     seen: set[int] = set()
     for name in names:
@@ -146,7 +133,7 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
         values = list(namespace.values())
         if not absent(map(id, values)):
             found += [(module, key, value) for key, value in list(namespace.items()) if id(value) in wanted]
-        left = _of_type(metaclasses, values)
+        left = _of_type(type, values)
         while left:
             cls = left.pop()
             if id(cls) in seen:
@@ -156,9 +143,9 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
             if modules is not None and str(namespace.get("__module__")) not in searched:
                 continue  # it was made before, as torch's Tensor was, which almost every module holds
             values = list(namespace.values())
-            inside = _of_type(either, values)
-            left += _of_type(metaclasses, inside)
-            held = [value.__func__ for value in _of_type(descriptors, inside)]
+            inside = _of_type((type, *DESCRIPTORS), values)
+            left += _of_type(type, inside)
+            held = [value.__func__ for value in _of_type(DESCRIPTORS, inside)]
             if not absent(map(id, values)) or not absent(map(id, held)):
                 found += [(cls, key, value) for key, value in list(namespace.items()) if id(unwrap(value)) in wanted]
     return found
@@ -233,7 +220,7 @@ class Slot:
     target: str
     within: str = ""
 
-    @property
+    @computed_once
     def key(self) -> Key:
         return id(self.owner), self.name
 
@@ -242,7 +229,7 @@ class Slot:
 
     def is_written(self) -> bool:
         """Whether the name holds what shim wrote."""
-        return self.current() is self.written
+        return read_name(self.owner, self.name) is self.written
 
     def __str__(self) -> str:
         owner = self.owner
@@ -283,14 +270,23 @@ class Chain:
     layers: tuple[Layer, ...] = ()
     borrowed: bool = False  # `top` belongs to someone else, so its aliases are not rebound
 
-    @property
+    @computed_once
     def key(self) -> Key:
         return id(self.owner), self.name
+
+    @computed_once
+    def has_aliases(self) -> bool:
+        """Whether other names that hold the object beneath are to hold `top`."""
+        return bool(self.layers) and not self.borrowed and not self.layers[0].no_aliases and callable(unwrap(self.base))
 
 
 def read_name(owner: Any, name: str) -> Any:
     """The object under a name of a module or class, in a cell, or in an attribute of another object; or MISSING."""
     kind = type(owner)
+    if kind is types.ModuleType:  # as most: each transaction reads all names that shim has written
+        return _OF_MODULE.__get__(owner).get(name, MISSING)
+    if kind is type:
+        return _OF_CLASS.__get__(owner).get(name, MISSING)
     if issubclass(kind, (type, types.ModuleType)):
         return namespace_of(owner).get(name, MISSING)
     try:

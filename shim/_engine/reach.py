@@ -162,10 +162,10 @@ def callable_paths(
     return found
 
 
-def held_by(function: Any, depth: int = MOST_HELD) -> Iterator[Any]:
+def held_by(function: Any, depth: int = MOST_HELD, until: Any = None) -> Iterator[Any]:
     """The objects inside of `function`, itself included; not what its code reads elsewhere.
 
-    depth: how deep they lie at most. 1: what the function itself holds.
+    depth: how deep they lie at most. 1: what the function itself holds.    until: an object that is not looked into.
     """
     seen: set[int] = set()
     left = [(function, depth)]
@@ -176,7 +176,7 @@ def held_by(function: Any, depth: int = MOST_HELD) -> Iterator[Any]:
         seen.add(id(value))
         yield value
         # Not dictionaries: one may be the namespace of upstream's module, which references everything.
-        if deep and not issubclass(type(value), dict):
+        if deep and value is not until and not issubclass(type(value), dict):
             left += [(held.value, deep - 1) for held, _ in _parts_of(value)]
 
 

@@ -7,7 +7,6 @@ bodies that a patch relies on (foreign.py), they say as a `Claim`, and `States` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from shim._compatible import marks_of
 from shim._engine.chains import Records
@@ -21,7 +20,7 @@ from shim._engine.report import (
     switched_off,
 )
 from shim._planning.plan import Decision, Plan
-from shim._record import record
+from shim._record import record, replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Claim", "States", "UNSETTLED", "not_applied", "read_report"]

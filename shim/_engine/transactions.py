@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from shim._engine.chains import Findings, Records, is_same
@@ -37,6 +37,7 @@ from shim._engine.names import (
     unwrap,
 )
 from shim._errors import BindError
+from shim._record import replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Binder"]
@@ -65,8 +66,7 @@ class Draft(Records):
             replaced = None if chain is None else self.replaced.get(chain.key)
             if replaced is not None and replaced.slot.current() is value:
                 del self.chains[target]
-        opened = list(self._open({**dict.fromkeys(self.chains, ()), **wanted}))
-        changes = [self._build(chain, layers) for chain, layers in opened if chain.layers != layers]
+        changes = [self._build(chain, layers) for chain, layers in self._differing(wanted)]
         self._keep_pairs(changes)
         self._write_all(changes, imported)
         for _, after in changes:
@@ -148,16 +148,19 @@ class Draft(Records):
 
     # New objects
 
-    def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
-        """Each chain with its wanted layers. Loaded targets without a chain get a new one."""
-        for target, layers in wanted.items():
-            chain, module = self.chains.get(target), split_target(target)[0]
-            if chain is not None:
-                yield chain, layers
-            elif layers and (module not in self.found.loaded or self.loaded(module) is None):
-                self.missed.add(module)
-            elif layers:
-                yield self._new_chain(target, layers[0].may_be_missing), layers
+    def _differing(self, wanted: Mapping[str, tuple[Layer, ...]]) -> list[tuple[Chain, tuple[Layer, ...]]]:
+        """The chains that are not as wanted, with their wanted layers. Loaded targets without a chain get a new one."""
+        pairs = [(chain, wanted.get(target, ())) for target, chain in self.chains.items()]
+        found = [(chain, layers) for chain, layers in pairs if chain.layers != layers]
+        new = wanted.keys() - self.chains.keys()
+        for target, layers in wanted.items() if new else ():
+            if target in new and layers:
+                module = split_target(target)[0]
+                if module in self.found.loaded and self.loaded(module) is not None:
+                    found.append((self._new_chain(target, layers[0].may_be_missing), layers))
+                else:
+                    self.missed.add(module)
+        return found
 
     def _new_chain(self, target: str, may_be_missing: bool) -> Chain:
         """The chain of a target that has none, without layers. A patch can hold on the object there: see foreign.py."""
@@ -255,6 +258,8 @@ class Draft(Records):
         """Write to known places, and restore places whose target has no chain any more."""
         for slot in list(self.slots.values()):
             chain = self.chains.get(slot.target)
+            if chain is not None and slot.target not in changes and slot.written is chain.top and chain.layers:
+                continue  # as most of them
             before, after = changes.get(slot.target, (chain, chain))
             if before is None or after is None:
                 self._restore(slot)
@@ -279,19 +284,22 @@ class Draft(Records):
         found: dict[int, tuple[Any, Change]] = {}
         older: dict[str, list[Any]] = {}
         for ours, (target, base) in list(self.ours.items()):
-            older.setdefault(target, []).append(ours)
-            _, chain = changes.get(target, (None, self.chains.get(target)))
-            if (chain is None or not chain.layers) and base is not MISSING:
+            chain = changes[target][1] if target in changes else self.chains.get(target)
+            if chain is not None and chain.layers:
+                if ours is not unwrap(chain.top):
+                    older.setdefault(target, []).append(ours)
+            elif base is not MISSING:
                 gone = Chain(target, None, "", base, base)  # it took shim's function before this was taken away
                 found[id(ours)] = ours, (gone, gone)
         unchanged = {target: (chain, chain) for target, chain in self.chains.items()}
         for target, (before, after) in {**unchanged, **changes}.items():
-            slot, inner = self.slots.get(before.key), unwrap(before.base)
+            if not after.has_aliases:
+                continue
+            slot = self.slots.get(before.key)
             # An inherited object belongs to the base class.
-            own = self.is_governed_inside(before.key) if slot is None else slot.original is not MISSING
-            if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].no_aliases:
+            if self.is_governed_inside(before.key) if slot is None else slot.original is not MISSING:
                 # A module that came while another plan was in force took what was bound then.
-                for taken in (inner, *(old for old in older.get(target, ()) if old is not unwrap(after.top))):
+                for taken in (unwrap(before.base), *older.get(target, ())):
                     found[id(taken)] = taken, (before, after)
         return found
 
@@ -366,9 +374,11 @@ class Binder(Records):
     def renew(self, module: types.ModuleType) -> None:
         """Forget what stands in a module whose code has run again, if it holds new objects there."""
         inside = f"{namespace_of(module)['__name__']}:"
-        gone = {t for t, chain in self.chains.items() if t.startswith(inside) and not self._stands(chain)}
-        self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
-        self.slots = {k: slot for k, slot in self.slots.items() if slot.owner is not module or slot.is_written()}
+        gone = [t for t in self.chains if t.startswith(inside) and not self._stands(self.chains[t])]
+        if gone:
+            self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
+        if id(module) in map(itemgetter(0), self.slots):
+            self.slots = {k: slot for k, slot in self.slots.items() if slot.owner is not module or slot.is_written()}
         self.replaced = {k: replaced for k, replaced in self.replaced.items() if replaced.slot.owner is not module}
 
     def _stands(self, chain: Chain) -> bool:

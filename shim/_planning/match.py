@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 
 from packaging.version import Version
 
@@ -11,7 +11,7 @@ from shim._matrix.model import NOT_NEEDED, UPSTREAM, Matrix, PatchEntry, Rule, V
 from shim._planning.bodies import GONE, Bodies
 from shim._planning.evidence import CANNOT_RUN, FIXED, LACKING, NOT_FIXED, TRIAL, Proved, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
-from shim._record import record
+from shim._record import record, replace
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import split_target
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any
 
 from shim._matrix.concerns import NO, Run, run_of
@@ -13,7 +13,7 @@ from shim._planning.digest import digest_of, identity_of
 from shim._planning.evidence import Proved, evidence_for
 from shim._planning.match import Match, match
 from shim._planning.options import ROUNDING, Options
-from shim._record import computed_once, record
+from shim._record import computed_once, record, replace
 from shim._releases.detect import Environment
 
 __all__ = ["Decision", "Plan", "is_off_unless_rounding", "make_plan"]
@@ -81,6 +81,21 @@ class Plan:
         """The patches to apply, each with the modules of which one has to be imported before it is loaded."""
         wanted = (decision for decision in self.decisions.values() if decision.wanted)
         return tuple((d, d.modules.union(self.matrix.patches[d.id].before)) for d in wanted)
+
+    @computed_once
+    def unhindered(self) -> Mapping[str, Decision]:
+        """The decisions as they were before conflicts were found."""
+        return {id: decision.without_conflict or decision for id, decision in self.decisions.items()}
+
+    @computed_once
+    def contenders(self) -> tuple[Decision, ...]:
+        """The patches to apply if nothing foreign is in their way."""
+        return tuple(decision for decision in self.unhindered.values() if decision.wanted)
+
+    @computed_once
+    def awaited(self) -> frozenset[str]:
+        """The modules of all targets, and those before whose code a patch begins something."""
+        return frozenset().union(*(modules for _, modules in self.wanted), *(d.modules for d in self.contenders))
 
     @property
     def pair_is_known(self) -> bool | None:
