@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.ops import Largest, LowRank, linear_token_logprobs
+from shim import ops  # loads what is used, at its first use
 from shim.ops._checks import is_plain
 
 __all__ = ["NO_TARGET", "Head", "head_of", "losses_of"]
@@ -78,7 +78,7 @@ class Head:
 
 def losses_of(
     terms: list[tuple[Head, float]], labels: Tensor, skip: bool, predicts: bool
-) -> tuple[Tensor, Largest | None]:
+) -> tuple[Tensor, ops.Largest | None]:
     """The loss of each token, [b, s] in fp32, for labels [b, s] and logits that are the sum of one or two terms.
 
     A term is what a head makes, times a factor. A negative label means no target: the loss and its gradient are zero.
@@ -94,8 +94,8 @@ def losses_of(
     with head.states(chosen) as hidden:
         weight, into = _with_main_grad(head.layer, head.weight)
         of_chosen = target if chosen is None else target.flatten()[chosen]
-        largest = Largest.like(of_chosen, torch.promote_types(hidden.dtype, torch.float32)) if predicts else None
-        found = linear_token_logprobs(
+        largest = ops.Largest.like(of_chosen, torch.promote_types(hidden.dtype, torch.float32)) if predicts else None
+        found = ops.linear_token_logprobs(
             hidden,
             weight,
             of_chosen,
@@ -110,7 +110,7 @@ def losses_of(
     logprob = _at(chosen, found.logprob, target)
     if largest is not None:
         value = (largest.value * scale).to(head.hidden.dtype)
-        largest = Largest(_at(chosen, value, target), _at(chosen, largest.column, target))
+        largest = ops.Largest(_at(chosen, value, target), _at(chosen, largest.column, target))
     return -logprob.float().transpose(0, 1).contiguous(), largest
 
 
@@ -121,11 +121,11 @@ def _at(chosen: Tensor | None, of_chosen: Tensor, target: Tensor) -> Tensor:
     return of_chosen.new_zeros(target.numel()).index_copy(0, chosen, of_chosen).view(target.shape)
 
 
-def _low_rank_of(head: Head, factor: float, scale: float, chosen: Tensor | None) -> LowRank:
+def _low_rank_of(head: Head, factor: float, scale: float, chosen: Tensor | None) -> ops.LowRank:
     """The second term, beside a first one that is multiplied by `scale`."""
     with head.states(chosen) as hidden:
         hidden = hidden if factor == scale else hidden * (factor / scale)
-        return LowRank(hidden, *_with_main_grad(head.layer, head.weight), bool(head.layer.allreduce_dgrad))
+        return ops.LowRank(hidden, *_with_main_grad(head.layer, head.weight), bool(head.layer.allreduce_dgrad))
 
 
 def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:

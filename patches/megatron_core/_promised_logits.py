@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shim import ops
 from shim._errors import ShimError
 from shim._torch_names import required
-from shim.ops import Largest
 from shim.patches.megatron_core._linear_losses import Head, losses_of
 
 __all__ = ["Promise"]
@@ -39,7 +39,7 @@ class Promise:
     def __init__(self, terms: tuple[Term, ...], scale: float = 1.0, predicts: bool = False) -> None:
         self.terms, self.scale, self.with_grad = terms, scale, torch.is_grad_enabled()
         self.predicts = predicts
-        self._largest: Largest | None = None
+        self._largest: ops.Largest | None = None
 
     @classmethod
     def of(cls, head: Head, predicts: bool = False) -> Promise:

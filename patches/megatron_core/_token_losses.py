@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim import ops
 from shim._torch_names import outside_graph
-from shim.ops._logprob_small import is_small, small_token_losses
-from shim.ops.logprob import token_logprobs
 
 __all__ = ["token_losses"]
 
@@ -21,10 +20,12 @@ def token_losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: fl
     if torch.compiler.is_compiling():
         outside: Tensor = _losses_outside_graph(logits, target, group, label_smoothing)
         return outside
+    from shim.ops._logprob_small import is_small, small_token_losses  # here: a start needs none of it
+
     label_smoothing = max(label_smoothing, 0.0)  # stock ignores a label_smoothing below zero
     if (group is None or group.size() == 1) and label_smoothing < 1 and is_small(logits, target):
         return small_token_losses(logits, target, label_smoothing).float()
-    found = token_logprobs(
+    found = ops.token_logprobs(
         logits,
         target.masked_fill(target < 0, NO_TARGET),
         tp_group=group,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from shim.ops.logprob import token_logprobs
+from shim import ops
 from shim.patches._arguments import Function
 
 __all__ = ["PARALLEL_CROSS_ENTROPY", "by_name", "cross_entropy"]
@@ -35,7 +35,7 @@ def cross_entropy(
     target = target.reshape(logits.shape[:-1])
     without = (target < 0) | (target == ignore_idx)
     vocabulary = logits.size(-1) * (1 if group is None else group.size())
-    found = token_logprobs(
+    found = ops.token_logprobs(
         logits,
         target.masked_fill(without, NO_TARGET),
         tp_group=group,
