@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import resource
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._archives.trees import open_tree
+from shim._errors import OptionError
 from shim._matrix.load import PACKAGE
 from shim._tools.fetching import fetched
 from shim.testing.cells import EVERYDAY_PAIRS
@@ -31,8 +33,20 @@ def prove(repository: Path, distribution: str, commit: Commit, ids: Sequence[str
     """What the proofs of these patches say on the commit, as a lock has it, and the CPU seconds that they took.
 
     scratch: a directory. What an interrupted run has measured stays there, and the next one goes on from it.
+    OptionError if another process is at work there: each would unpack its commit over the other's.
     """
     scratch.mkdir(parents=True, exist_ok=True)
+    with open(scratch / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OptionError(f"another `make history` runs its proofs in {scratch}. Remedy: wait for it") from error
+        return _prove_alone(repository, distribution, commit, ids, scratch)
+
+
+def _prove_alone(
+    repository: Path, distribution: str, commit: Commit, ids: Sequence[str], scratch: Path
+) -> dict[str, Any]:
     file = scratch / f"{commit.short}.json"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     tree = scratch / "tree"  # always the same place, because measurements name it

@@ -1,5 +1,6 @@
 """The proofs of the history on a commit of a real, edited release: only those that are asked for run."""
 
+import fcntl
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ from audit_cases import commit, git
 from recording import NO_SOURCES
 from thorough import in_full
 
+from shim._errors import OptionError
 from shim._planning.evidence import FIXED
 from shim.maintenance.history.proofs import prove
 from shim.maintenance.history.walk import Commit
@@ -50,3 +52,12 @@ def test_a_commit_is_judged_as_a_tree_is(repository, tmp_path):
     commit(repository)
     where = Commit(git(repository, "rev-parse", "HEAD").strip(), "2026-01-02")
     assert "not today" in prove(repository / ".git", CORE, where, ids, tmp_path / "scratch")["error"]
+
+
+def test_two_at_once_do_not_take_each_others_tree(tmp_path):
+    """The second unpacked its commit over the first one's, whose proofs went on with it."""
+    with open(tmp_path / "lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OptionError, match=r"another `make history` runs its proofs in .*Remedy: wait"):
+            prove(tmp_path / "clone", CORE, Commit("0" * 40, "2026-01-02"), [], tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
