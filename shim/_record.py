@@ -70,6 +70,9 @@ class _Fields:
         self.known = frozenset(self.names)
         self.defaults = {item.name: item.default for item in found if item.default is not MISSING}
         self.factories = {item.name: item.default_factory for item in found if item.default_factory is not MISSING}
+        # So many values given -> the defaults of the fields behind them, if all have one.
+        every = tuple(item.default for item in found)
+        self.left = {n: every[n:] for n in range(len(every) + 1) if MISSING not in every[n:]}
         self.compared = tuple(item.name for item in found if item.compare)
         self.shown = tuple(item.name for item in found if item.repr)
 
@@ -79,8 +82,8 @@ _set = object.__setattr__
 
 def _init(self: Any, *args: Any, **given: Any) -> None:
     of: _Fields = self.__record__
-    if not given and len(args) == len(of.names):  # as most of a start's three thousand
-        values: Iterable[Any] = args
+    if not given and len(args) in of.left:  # as most of a start's three thousand
+        values: Iterable[Any] = args + of.left[len(args)]
     else:
         values = _filled(self, of, args, given)
     # In C, and not by __dict__: a look at it would make a dictionary for each record.

@@ -266,7 +266,7 @@ class Records:
             return "released"
         if chain is None or current is MISSING:
             return "replaced"
-        top = unwrap(chain.top)
+        top = chain.inner
         found = callable_paths(current, slot.owner, slot.name, lambda value: value is top, self.is_ours)
         if any(held.certain for held in found):
             return "called"
@@ -283,7 +283,7 @@ class Records:
     def base_of(self, slot: Slot) -> Any:
         """Upstream's function on the target of a slot. None if nothing is bound, or nothing was there before."""
         chain = self.chains.get(slot.target)
-        base = None if chain is None or chain.base is MISSING else unwrap(chain.base)
+        base = None if chain is None or chain.base is MISSING else chain.beneath
         return base if callable(base) else None
 
     def is_governed_inside(self, key: Key) -> bool:

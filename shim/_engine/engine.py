@@ -398,7 +398,8 @@ class Engine:
                         fresh, environment = {}, asked.environment
                     asked = asked._replace(failed={**asked.failed, **fresh})
                     but = {*asked.failed, *waiting}
-                    plan, findings = self._with_conflicts(asked, but)
+                    ran = frozenset() if asked.plan is None else self.binder.ran(asked.plan.awaited)
+                    plan, findings = self._with_conflicts(asked, but, ran)
                     if findings is not None:
                         self._write(asked._replace(plan=plan), findings, imported)
                         break
@@ -406,7 +407,7 @@ class Engine:
                         return
                     if plan is not self.plan:
                         self.watch.add(concerned_by(plan))
-                waiting |= self.factories.load(plan, but, self.binder.ran(plan.awaited))
+                waiting |= self.factories.load(plan, but, ran)
             except BindError as error:
                 if error.patch is None or asked is None:
                     raise
@@ -418,15 +419,16 @@ class Engine:
         if first is not None:
             raise _failure(first, plan) from first
 
-    def _with_conflicts(self, asked: _Goal, but: Collection[str]) -> tuple[Plan | None, Findings | None]:
+    def _with_conflicts(
+        self, asked: _Goal, but: Collection[str], ran: frozenset[str]
+    ) -> tuple[Plan | None, Findings | None]:
         """The plan with its conflicts, and what was found about other people's objects; None if factories are missing.
 
-        Plans get conflicts here only, apart from find_conflicts().
+        ran: see with_conflicts(). Plans get conflicts here only, apart from find_conflicts().
         """
         plan = asked.plan
         if plan is None:
             return None, Findings()
-        ran = self.binder.ran(plan.awaited)
         if any(self.factories.missing(plan, but, ran)):
             return plan, None
         found, findings = with_conflicts(plan, self.binder, ran)

@@ -448,7 +448,7 @@ def _foreign_on(
         # It was looked at when it was bound, but for other patches than those that join now.
         if target in overridden:
             return _in_place_of_ours(target, overridden[target], decision, plan, binder)
-        inner = unwrap(binder.chains[target].base)
+        inner = binder.chains[target].beneath
         return _unless_around(target, inner, decision, plan, binder, describe(inner))
     try:
         owner, name, value = binder.resolve(target, target in decision.may_be_missing)

@@ -406,8 +406,8 @@ def _stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> It
         for target in decision.targets if decision.wanted else ():
             chain = binder.chains.get(target)
             if chain is not None and type(chain.owner) is types.ModuleType:
-                base = unwrap(chain.base)
-                if type(base) is types.FunctionType and base is not unwrap(chain.top):
+                base = chain.beneath
+                if type(base) is types.FunctionType and base is not chain.inner:
                     wanted.setdefault(id(base), []).append((decision.id, target))
     holders: dict[int, tuple[Any, str, str]] = {}
     for module in modules if wanted else ():
@@ -498,7 +498,7 @@ def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -
             if chain is None or binder.loaded(split_target(target)[0]) is None:
                 continue
             now = unwrap(namespace_of(chain.owner).get(chain.name))
-            fixed = tuple(value for value in (unwrap(chain.top), now) if value is not None)
+            fixed = tuple(value for value in (chain.inner, now) if value is not None)
             for method, owner in _ways_to(chain, decision, binder):
                 seen: set[Any] = set()
                 judge = _Judge(decision, target, method, tries, binder)

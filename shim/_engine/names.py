@@ -275,9 +275,19 @@ class Chain:
         return id(self.owner), self.name
 
     @computed_once
+    def beneath(self) -> Any:
+        """The function in `base`, if that is a descriptor."""
+        return unwrap(self.base)
+
+    @computed_once
+    def inner(self) -> Any:
+        """The function in `top`, if that is a descriptor."""
+        return unwrap(self.top)
+
+    @computed_once
     def has_aliases(self) -> bool:
         """Whether other names that hold the object beneath are to hold `top`."""
-        return bool(self.layers) and not self.borrowed and not self.layers[0].no_aliases and callable(unwrap(self.base))
+        return bool(self.layers) and not self.borrowed and not self.layers[0].no_aliases and callable(self.beneath)
 
 
 def read_name(owner: Any, name: str) -> Any:

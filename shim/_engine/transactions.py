@@ -84,8 +84,8 @@ class Draft(Records):
 
     def _note(self, chain: Chain) -> None:
         """Remember the object that a chain puts on its target. One that is not written in the end is soon forgotten."""
-        inner = unwrap(chain.top)
-        shims = chain.base is MISSING or (inner is not unwrap(chain.base) and not chain.borrowed)
+        inner = chain.inner
+        shims = chain.base is MISSING or (inner is not chain.beneath and not chain.borrowed)
         if shims and is_kind(inner, (types.FunctionType, type)):
             self.ours[inner] = chain.target, chain.base
 
@@ -181,7 +181,7 @@ class Draft(Records):
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         """Let the factories build the new object of the target, from the inside out. Writes nothing."""
-        inner = unwrap(chain.base)
+        inner = chain.beneath
         for layer in layers:
             try:
                 outer = layer.factory(inner)
@@ -195,8 +195,8 @@ class Draft(Records):
         top = rewrap(chain.base, inner) if layers else chain.base
         # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as
         # well, because its aliases have no object to go back to.
-        borrowed = chain.base is MISSING or (inner is not unwrap(chain.base) and found_by_name(inner))
-        wraps = not borrowed and inner is not unwrap(chain.base) and "__wrapped__" in getattr(top, "__dict__", ())
+        borrowed = chain.base is MISSING or (inner is not chain.beneath and found_by_name(inner))
+        wraps = not borrowed and inner is not chain.beneath and "__wrapped__" in getattr(top, "__dict__", ())
         if wraps and type(top) is types.FunctionType and any(layer.no_aliases for layer in layers):
             # At home stays upstream's object, and pickle writes a function only if it finds that one by these names.
             top.__module__, top.__qualname__ = split_target(chain.target)
@@ -234,7 +234,7 @@ class Draft(Records):
         among: set[str] | None = set(overdue)  # where to look for them; None: everywhere
         for chain, after in changes:
             self._put(chain.owner, chain.name, chain, after)
-            inner, beneath = unwrap(chain.top), unwrap(chain.base)
+            inner, beneath = chain.inner, chain.beneath
             # Constants have no identity, so only callables have aliases.
             no_aliases = chain.top is chain.base and after.layers and after.layers[0].no_aliases
             if callable(inner) and not self._is_borrowed(chain) and not no_aliases:
@@ -263,14 +263,14 @@ class Draft(Records):
             before, after = changes.get(slot.target, (chain, chain))
             if before is None or after is None:
                 self._restore(slot)
-            elif after.layers and unwrap(slot.written) is unwrap(after.top):
+            elif after.layers and unwrap(slot.written) is after.inner:
                 continue
             # After a reload, older places keep the older wrapper until the chain loses its layers.
             elif (
                 not after.layers
                 or slot.within
                 or slot.original is before.base
-                or unwrap(self.beneath(slot.written)) is unwrap(before.base)
+                or unwrap(self.beneath(slot.written)) is before.beneath
             ):
                 self._put(slot.owner, slot.name, before, after)
 
@@ -286,7 +286,7 @@ class Draft(Records):
         for ours, (target, base) in list(self.ours.items()):
             chain = changes[target][1] if target in changes else self.chains.get(target)
             if chain is not None and chain.layers:
-                if ours is not unwrap(chain.top):
+                if ours is not chain.inner:
                     older.setdefault(target, []).append(ours)
             elif base is not MISSING:
                 gone = Chain(target, None, "", base, base)  # it took shim's function before this was taken away
@@ -299,7 +299,7 @@ class Draft(Records):
             # An inherited object belongs to the base class.
             if self.is_governed_inside(before.key) if slot is None else slot.original is not MISSING:
                 # A module that came while another plan was in force took what was bound then.
-                for taken in (unwrap(before.base), *older.get(target, ())):
+                for taken in (before.beneath, *older.get(target, ())):
                     found[id(taken)] = taken, (before, after)
         return found
 
@@ -311,7 +311,7 @@ class Draft(Records):
 
     def _is_new(self, chain: Chain, module: str) -> bool:
         """Whether the module that was just imported defined the object on the target."""
-        made_in = getattr(unwrap(chain.top), "__module__", None)
+        made_in = getattr(chain.inner, "__module__", None)
         return not chain.layers and split_target(chain.target)[0] == module == made_in
 
     def _put(self, owner: Any, name: str, chain: Chain, after: Chain) -> None:
@@ -326,15 +326,15 @@ class Draft(Records):
             return
         if slot is None:
             # A module imported while shim was bound took shim's object. Without shim it would hold upstream's.
-            upstream = current is MISSING or unwrap(current) is unwrap(chain.base)
-            original = current if upstream else rewrap(current, unwrap(chain.base))
+            upstream = current is MISSING or unwrap(current) is chain.beneath
+            original = current if upstream else rewrap(current, chain.beneath)
             slot = Slot(owner, name, original, current, chain.target)
         if not after.layers:
             self.slots[key] = slot
             self._restore(slot)
             return
         kind = chain.base if current is MISSING else current
-        value = after.top if chain.base is MISSING else rewrap(kind, unwrap(after.top))
+        value = after.top if chain.base is MISSING else rewrap(kind, after.inner)
         slot = self.slots[key] = replace(slot, written=value)
         self._write(slot, value, after.layers[-1].patch)
 
@@ -386,7 +386,7 @@ class Binder(Records):
             owner, _, value = self.resolve(chain.target)
         except BindError:
             return False
-        return owner is chain.owner and unwrap(value) is unwrap(chain.top)
+        return owner is chain.owner and unwrap(value) is chain.inner
 
     def abandon(self, name: str) -> None:
         """Unbind everything in a module whose import fails: the module is about to leave sys.modules."""
