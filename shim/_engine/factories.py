@@ -196,7 +196,7 @@ class Factories:
                 what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
                 raise BindError(f"{decision.id}: {what}", decision.id)
             content = decision.content
-            layers = {t: Layer(decision.id, t, factory, decision.wiring, content) for t, factory in factories.items()}
+            layers = {t: Layer(decision.id, t, factories[t], decision.wiring, content) for t in decision.targets}
             with self._lock():
                 self._made[content] = layers
                 held = getattr(made, "resources", ())
@@ -210,11 +210,10 @@ class Factories:
             made = self._made.get(decision.content)
             if decision.id in but or made is None:
                 continue
-            targets = [target for target in decision.targets if target not in decision.skipped]
-            if wanted.keys().isdisjoint(targets):  # as most
-                wanted.update(zip(targets, zip(map(made.__getitem__, targets))))
+            if not decision.skipped and wanted.keys().isdisjoint(made):  # as of most
+                wanted.update(zip(made, zip(made.values())))
                 continue
-            for target in targets:
+            for target in (target for target in made if target not in decision.skipped):
                 wanted[target] = (*wanted.get(target, ()), made[target])
         return wanted
 

@@ -375,16 +375,14 @@ def with_conflicts(plan: Plan, binder: Records, ran: frozenset[str]) -> tuple[Pl
     overridden = binder.replaced_targets()
     # What was bound was looked at then. Of it, only what others have replaced since can make a difference.
     settled = binder.chains.keys() - overridden.keys() - {target for _, target in binder.found.around}
+    there = binder.chains.keys() | set().union(*map(plan.targets_in, ran))
     hindered: dict[str, Decision] = {}
-    for decision in plan.contenders:
-        away = ran.isdisjoint(decision.modules) and binder.chains.keys().isdisjoint(decision.targets)
-        if not decision.reached_by and (away or settled.issuperset(decision.targets)):
-            continue  # as most of them
+    for decision in plan.concerned(there - settled):
         id = decision.id
         skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
-        for target, module in decision.placed:
-            if target in settled or (module not in ran and target not in binder.chains):
+        for target in decision.targets:
+            if target in settled or target not in there:
                 continue
             found = _foreign_on(target, decision, plan, binder, overridden)
             if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import field
 from typing import Any
 
@@ -88,14 +88,36 @@ class Plan:
         return {id: decision.without_conflict or decision for id, decision in self.decisions.items()}
 
     @computed_once
-    def contenders(self) -> tuple[Decision, ...]:
+    def _contenders(self) -> tuple[Decision, ...]:
         """The patches to apply if nothing foreign is in their way."""
         return tuple(decision for decision in self.unhindered.values() if decision.wanted)
 
     @computed_once
+    def _places(self) -> tuple[dict[str, set[str]], dict[str, set[int]]]:
+        """The targets of the contenders by module, and the places of the contenders by target, or "" for all calls."""
+        modules: dict[str, set[str]] = {}
+        places: dict[str, set[int]] = {}
+        for place, decision in enumerate(self._contenders):
+            for target, module in decision.placed:
+                modules.setdefault(module, set()).add(target)
+                places.setdefault(target, set()).add(place)
+            if decision.reached_by:
+                places.setdefault("", set()).add(place)
+        return modules, places
+
+    def targets_in(self, module: str) -> Set[str]:
+        """The targets of contenders in a module."""
+        return self._places[0].get(module, frozenset())
+
+    def concerned(self, targets: Iterable[str]) -> list[Decision]:
+        """The contenders that these targets may concern, in their order; always those with ways to a body."""
+        places = self._places[1]
+        return [self._contenders[place] for place in sorted(set().union(*(places.get(t, ()) for t in ("", *targets))))]
+
+    @computed_once
     def awaited(self) -> frozenset[str]:
         """The modules of all targets, and those before whose code a patch begins something."""
-        return frozenset().union(*(modules for _, modules in self.wanted), *(d.modules for d in self.contenders))
+        return frozenset().union(*(modules for _, modules in self.wanted), *(d.modules for d in self._contenders))
 
     @property
     def pair_is_known(self) -> bool | None:
