@@ -29,24 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HELD",
-    "OWN",
-    "SHARED",
     "SHIM",
-    "UNTOLD",
     "VERDICT_KEYS",
     "differences",
     "enforce_lock",
     "locked",
-    "other_code",
     "read_lock",
     "words_of_lock",
     "write_lock",
 ]
 
-FORMAT = 6
-# In format 4 a patch has no "own", the hash of the code that it shares with no other. Up to format 5 a verdict has
-# "otherwise", which decides nothing.
-READABLE = (4, 5, FORMAT)
+FORMAT = 7
 HELD = "this process is held to the lock"  # the error of a process that differs from its lock
 SHIM = "megatron-shim"
 FEW, WIDE = 4, 160  # differences in an error, and characters of one; after an upgrade there may be a hundred
@@ -82,18 +75,15 @@ VERDICT_KEYS: dict[str, Any] = {
     "variant": (str, type(None)),
     "verdict": str,
 }
-# A verdict may have this as well: the targets without which the patch was accepted, and what format 5 had.
-MORE_VERDICT_KEYS: dict[str, Any] = {"dropped": list, "otherwise": dict}
+# A verdict may have this as well: the targets without which the patch was accepted.
+MORE_VERDICT_KEYS: dict[str, Any] = {"dropped": list}
 PATCH_KEYS: dict[str, type] = {
     "code": str,
     "fingerprints": dict,
     "module": str,
     "options": dict,
-    "own": str,
     "variant": str,
 }
-# Whose code differs of a patch: that of its folder, that which it shares with others, or one of both.
-OWN, SHARED, UNTOLD = "code", "code that patches share", "code of patches, their own or shared"
 NAMES = {dict: "mapping", list: "list", str: "text", int: "number"}
 
 
@@ -167,19 +157,16 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise OptionError(f"the lock {file} cannot be read: {error}. {remedy}") from None
     written = found.get("format") if isinstance(found, dict) else None
-    if type(written) is int and written not in READABLE:
-        formats = f"{READABLE[0]} to {READABLE[-1]}"
+    if type(written) is int and written != FORMAT:
         raise OptionError(
-            f"{file} is a lock of format {written}, and megatron-shim {__version__} reads formats {formats}, in which "
-            f"all of shim's code counts. {remedy}"
+            f"{file} is a lock of format {written}, and megatron-shim {__version__} reads format {FORMAT}. {remedy}"
         )
     try:
         odd = _ill_formed(content.decode("utf-8"), found)
     except JsonTextError as error:
         raise OptionError(f"the lock {file}:{error.line}: {error}. {remedy}") from None
     if odd:
-        of = written if written in READABLE else FORMAT
-        raise OptionError(f"{file} is not a lock of format {of}: {odd}. {remedy}")
+        raise OptionError(f"{file} is not a lock of format {FORMAT}: {odd}. {remedy}")
     return found
 
 
@@ -206,10 +193,9 @@ def _ill_formed_tree(text: str, found: Any, place: Place, allowed: Mapping[str, 
         return odd
     unknown_key(text, found, place, allowed)
     odd = _ill_typed(found, MORE_KEYS, _spelled(place))
-    if found["format"] not in READABLE:
+    if found["format"] != FORMAT:
         odd = odd or f"'format' of {_spelled(place)} is {found['format']}"
-    keys = {key: kind for key, kind in PATCH_KEYS.items() if key != "own" or found["format"] != READABLE[0]}
-    odd = odd or _ill_formed_members(text, found["patches"], (*place, "patches"), keys)
+    odd = odd or _ill_formed_members(text, found["patches"], (*place, "patches"), PATCH_KEYS)
     return odd or ("" if "proved" not in found else _ill_formed_proofs(text, found["proved"], (*place, "proved")))
 
 
@@ -267,17 +253,6 @@ def _lacking(found: Any, keys: Mapping[str, Any], what: str) -> str:
     return ""
 
 
-def other_code(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Whose code of a patch differs in two locks: OWN, SHARED, or UNTOLD if one is of format 4; "" if none does.
-
-    The arguments are what the locks, or what checkpoints keep of them, hold for the patch.
-    """
-    own = theirs.get("own"), ours.get("own")
-    if None in own:
-        return UNTOLD if theirs.get("code") != ours.get("code") else ""
-    return OWN if own[0] != own[1] else SHARED if theirs.get("code") != ours.get("code") else ""
-
-
 def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Every difference between two locks, each with both sides.
 
@@ -301,7 +276,6 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     found += _differing("drifted", _listed(lock["drifted"]), _listed(here["drifted"]), "none")
     bodies: list[str] = []
     code: list[str] = []
-    counted: dict[str, list[str]] = {SHARED: [], UNTOLD: []}
     for id in sorted({*lock["patches"], *here["patches"]}):
         theirs, ours = lock["patches"].get(id), here["patches"].get(id)
         if theirs is None or ours is None:
@@ -309,17 +283,12 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
             continue
         for part in ("variant", "module"):
             found += _differing(f"{id}: {part}", theirs.get(part), ours[part], "none")
-        if (whose := other_code(theirs, ours)) == OWN:
-            code += _differing(f"{id}: code", theirs["own"], ours["own"], "none")
-        elif whose:
-            counted[whose].append(id)
+        code += _differing(f"{id}: code", theirs["code"], ours["code"], "none")
         for part, what, lines in (("fingerprints", "body of", bodies), ("options", "option", found)):
             for name in sorted({*theirs[part], *ours[part]}):
                 lines += _differing(f"{id}: {what} {name}", theirs[part].get(name), ours[part].get(name), "none")
-    if other & {SHIM}:
-        code, counted = [], {"code of patches": [*code, *counted[SHARED], *counted[UNTOLD]]}
     found += [f"bodies: {len(bodies)} in the lock, others here"] if bodies and other - {SHIM} else bodies
-    found += [*code, *(f"{what}: {len(ids)} in the lock, others here" for what, ids in counted.items() if ids)]
+    found += [f"code of patches: {len(code)} in the lock, others here"] if code and SHIM in other else code
     return found or _differing("digest", lock["digest"], here["digest"], "none")
 
 

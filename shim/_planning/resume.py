@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shim._planning.digest import differing_parts
-from shim._planning.lock import OWN, SHIM, locked, other_code
+from shim._planning.lock import SHIM, locked
 from shim._planning.plan import Plan
 
 __all__ = ["differs", "state_of"]
@@ -15,7 +15,7 @@ __all__ = ["differs", "state_of"]
 def state_of(plan: Plan) -> dict[str, Any]:
     """The data to store: plain, of a few kB, as in a lock, without the bodies."""
     whole = locked(plan)
-    parts = ("variant", "options", "code", "own")
+    parts = ("variant", "options", "code")
     patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}
     kept = ("digest", "releases", "code", "packages")
     return {**{name: whole[name] for name in kept}, "patches": patches}
@@ -32,18 +32,12 @@ def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
     for part in ("releases", "patches"):
         then, now = saved.get(part), here[part]
         then = then if isinstance(then, Mapping) else {}
-        counted: dict[str, int] = {}
         for name in sorted({*then, *now}, key=str):
             one, other = then.get(name), now.get(name)
-            whose = other_code(one, other) if isinstance(one, Mapping) and isinstance(other, Mapping) else ""
-            if whose not in ("", OWN):
-                counted[whose] = counted.get(whose, 0) + 1
-            if whose == OWN or _apart_from_code(one) != _apart_from_code(other):
-                found.append(f"{name}: {_shown(one)} then, {_shown(other)} now")
-                found[-1] += " (its code differs)" if whose == OWN else ""
-        found += (
-            f"{whose}: other now, of {number} patch{'' if number == 1 else 'es'}" for whose, number in counted.items()
-        )
+            if one != other:
+                code = isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("code") != other["code"]
+                differs_in_code = " (its code differs)" if code else ""
+                found.append(f"{name}: {_shown(one)} then, {_shown(other)} now{differs_in_code}")
     found += _code_that_differs(saved, here)
     found += (f"{key!r} then, which this megatron-shim does not know" for key in saved if key not in here)
     if not found and saved.get("digest") != here["digest"]:
@@ -54,9 +48,7 @@ def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
 def _code_that_differs(saved: Mapping[Any, Any], here: Mapping[str, Any]) -> Iterator[str]:
     then, now = (side if isinstance(side, Mapping) else {} for side in (saved.get("releases"), here["releases"]))
     shim = f"{SHIM} {_shown(then.get(SHIM))} then, {now[SHIM]} now"
-    if not isinstance(saved.get("code"), Mapping):
-        yield f"shim's own code: not recorded then ({shim})"
-    elif parts := differing_parts(saved["code"], here["code"]):
+    if parts := differing_parts(saved.get("code"), here["code"]):
         yield f"shim's own code differs ({', '.join(parts)}; {shim})"
     if packages := differing_parts(saved.get("packages"), here["packages"]):
         yield f"files of {', '.join(packages)} differ"
@@ -70,9 +62,3 @@ def _shown(value: Any) -> str:
         options = "".join(f", {name}={given[name]!r}" for name in given) if isinstance(given, Mapping) else ""
         return f"variant {value.get('variant')}{options}"
     return str(value)
-
-
-def _apart_from_code(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: value[name] for name in value if name not in ("code", "own")}

@@ -14,7 +14,7 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import CHANGES, Matrix
 from shim._planning.digest import differing_parts
 from shim._planning.evidence import tree_for, trees_of
-from shim._planning.lock import OWN, SHARED, UNTOLD, locked, other_code, read_lock, words_of_lock
+from shim._planning.lock import locked, read_lock, words_of_lock
 from shim._planning.options import PREFIX, matrix_argument
 from shim._planning.plan import Plan
 from shim._planning.texts import nothing_installed
@@ -56,8 +56,6 @@ class Difference:
     releases, digest, matrix, kinds: (then, now) each, if they differ.    drifted: patches that have, or have no longer.
     shim_code: the parts of shim whose code differs.    packages: those of the caller whose files differ.
     bodies: patches that differ only in upstream's bodies that they bind or rely on, with the number of these.
-    shared: patches whose own code is the same, and shared code is not.    untold: patches whose code differs, own or
-    shared, which a lock of format 4 does not tell.
     """
 
     digest: tuple[str, str]
@@ -69,12 +67,10 @@ class Difference:
     packages: list[str]
     patches: Mapping[str, Other] = field(default_factory=dict)
     bodies: Mapping[str, int] = field(default_factory=dict)
-    shared: list[str] = field(default_factory=list)
-    untold: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         named = (self.releases, self.matrix, self.kinds, self.drifted, self.shim_code, self.packages, self.patches)
-        return any(named) or bool(self.bodies or self.shared or self.untold) or self.digest[0] != self.digest[1]
+        return any(named) or bool(self.bodies) or self.digest[0] != self.digest[1]
 
 
 def do_diff(arguments: argparse.Namespace) -> int:
@@ -114,14 +110,11 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], matrix: Matrix, made
     """
     releases = _both(old["releases"], new["releases"])
     patches: dict[str, Other] = {}
-    code: dict[str, list[str]] = {SHARED: [], UNTOLD: []}
     bodies: dict[str, int] = {}
     for id in _in_order(matrix, {*old["patches"], *new["patches"]}):
         then, now = old["patches"].get(id), new["patches"].get(id)
-        whose = other_code(then, now) if then and now else ""
-        what = list(_what(id, then, now, whose, made))
-        if whose in code:
-            code[whose].append(id)
+        code = bool(then and now and then["code"] != now["code"])
+        what = list(_what(id, then, now, made))
         if then and now and (other := len(_both(then["fingerprints"], now["fingerprints"]))):
             if what:
                 what.append(f"{other} other bod{'y' if other == 1 else 'ies'} of upstream's")
@@ -133,7 +126,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], matrix: Matrix, made
         patches[id] = Other(
             NEW if then is None else GONE if now is None else CHANGED,
             tuple(what),
-            whose == OWN,
+            code,
             "" if entry is None else entry.changes,
             "" if entry is None else entry.summary,
         )
@@ -148,15 +141,11 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], matrix: Matrix, made
         packages=differing_parts(old["packages"], new["packages"]),
         patches=patches,
         bodies=bodies,
-        shared=code[SHARED],
-        untold=code[UNTOLD],
     )
 
 
-def _what(
-    id: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, whose: str, made: Plan | None
-) -> Iterator[str]:
-    """Each difference of a patch, but for upstream's bodies, and code that it shares or that a lock does not tell."""
+def _what(id: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, made: Plan | None) -> Iterator[str]:
+    """Each difference of a patch, but for upstream's bodies."""
     if then is None and now is not None:
         yield f"variant {now['variant']}"
     elif now is None:
@@ -169,8 +158,8 @@ def _what(
             yield f"option {name} {before} -> {after}"
         if then["module"] != now["module"]:
             yield f"module {then['module']} -> {now['module']}"
-        if whose == OWN:
-            yield "other code of its own"
+        if then["code"] != now["code"]:
+            yield "other code"
 
 
 def _both(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -222,12 +211,8 @@ def as_text(found: Difference, old: str, now: str, more: int) -> str:
         lines += ["", TITLES[kind]] if members else []
         for id, other in sorted(members.items(), key=lambda member: (NEW, GONE, CHANGED).index(member[1].how)):
             lines += _of_patch(id, other)
-    for title, ids in (
-        ("The same on other bodies of upstream's", list(found.bodies)),
-        ("Other code that patches share", found.shared),
-        ("Other code, own or shared, which a lock of format 4 does not tell", found.untold),
-    ):
-        lines += ["", f"{title}: {len(ids)} ({', '.join(ids)})"] if ids else []
+    if found.bodies:
+        lines += ["", f"The same on other bodies of upstream's: {len(found.bodies)} ({', '.join(found.bodies)})"]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import PACKAGE, patches_path
-from shim._planning.digest import file_digest, files_below, own_code
+from shim._planning.digest import file_digest, files_below, own_code, own_digests
 from shim._planning.evidence import (
     CANNOT_RUN,
     FIXED,
@@ -102,7 +102,7 @@ def inputs_of(made: Plan) -> dict[str, Any]:
     places = [found.location for name, found in made.environment.installed.items() if name != "torch"]
     return {
         "files": [_files_digest(place) for place in (*places, str(PACKAGE), str(patches_path()))],
-        "code": own_code(),  # with the shipped matrix and its pins
+        "code": own_code(own_digests()),  # with the shipped matrix and its pins
         "matrix": made.matrix.content,
         "releases": {name: found.raw for name, found in made.environment.installed.items()},
         "python": platform.python_version(),

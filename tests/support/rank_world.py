@@ -78,7 +78,7 @@ def with_engine(odd):
 
     before = digest.own_code
     if dist.get_rank() == odd:
-        digest.own_code = lambda: {**before(), "_engine": "0" * 16}
+        digest.own_code = lambda digests: {**before(digests), "_engine": "0" * 16}
     try:
         shim.apply(packages=PACKAGES)
         return _check()

@@ -115,16 +115,6 @@ def test_a_tree_that_no_variant_fits_is_not_right(tree):
     assert roll(tree).action == "drifted"
 
 
-def test_a_lock_of_an_earlier_format_is_read(tree):
-    """Its verdicts have one key more, which decides nothing."""
-    lock = write(tree, verdict(tree, IS_FIXED))
-    content = json.loads(lock.read_text())
-    content["format"] = 5
-    content["proved"]["patches"]["roll-fix"]["otherwise"] = {}
-    lock.write_text(json.dumps(content))
-    assert roll(tree).action == "apply"
-
-
 def test_the_part_without_which_a_patch_was_accepted_is_read(tree):
     write(tree, verdict(tree, IS_FIXED, dropped=[BODIES[1]]))
     [said] = evidence_for(read_lock(tree.lock), tree.plan().environment).values()

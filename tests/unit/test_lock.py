@@ -196,32 +196,12 @@ def test_bodies_that_come_with_another_release_are_counted(held):
 def test_code_that_comes_with_another_shim_is_counted(held):
     """Each patch differs in it after an update, which says nothing about any of them."""
     edit(held.lock, lambda lock: lock["releases"].update({"megatron-shim": "0.0.1"}))
-    edit(held.lock, lambda lock: lock["patches"]["roll-fix"].update(code="0" * 16, own="0" * 16))
+    edit(held.lock, lambda lock: lock["patches"]["roll-fix"].update(code="0" * 16))
     edit(held.lock, lambda lock: lock["patches"]["faster-forward"].update(code="0" * 16))
     with pytest.raises(NotMetError) as caught:
         shim.apply(lock=held.lock)
     assert f"megatron-shim: 0.0.1 in the lock, {shim.__version__} here" in str(caught.value)
     assert "; code of patches: 2 in the lock, others here. Nothing" in str(caught.value)
-
-
-def of_format_4(lock):
-    """A lock, or a tree in it, as shim wrote it before it told a patch's own code apart from shared code."""
-    also = {"also": [of_format_4(tree) for tree in lock["also"]]} if "also" in lock else {}
-    patches = {id: {key: patch[key] for key in patch if key != "own"} for id, patch in lock["patches"].items()}
-    return {**lock, "format": 4, "patches": patches, **also}
-
-
-def test_a_lock_of_format_4_is_read(held):
-    """It holds a process to the same, and does not tell whose code differs. It may lie beside trees of this format."""
-    new = locked(held.plan())
-    held.lock.write_text(json.dumps({**new, "also": [of_format_4(new)]}))
-    assert active(shim.apply(lock=held.lock)) == ("roll-fix", "faster-forward")
-    old = of_format_4(new)
-    held.lock.write_text(json.dumps(old))
-    assert read_lock(held.lock) == old and differences(old, new) == []
-    code(held)
-    with pytest.raises(NotMetError, match="code of patches, their own or shared: 2 in the lock, others here"):
-        shim.apply(lock=held.lock)
 
 
 def test_options_of_the_caller_count(held):
@@ -422,9 +402,7 @@ def test_a_difference_in_own_code_is_named_with_both_versions(held):
         ('"text"', "is not a lock"),
         ("{}", "is not a lock"),
         ("supported: {}\npatches: {}\n", "cannot be read"),
-        ({"format": 1}, f"is a lock of format 1, and megatron-shim .* reads formats 4 to {FORMAT}"),
-        ({"format": 2}, f"is a lock of format 2, and megatron-shim .* reads formats 4 to {FORMAT}"),
-        ({"format": 4}, "is not a lock of format 4|unknown key 'own'"),
+        ({"format": FORMAT - 1}, f"is a lock of format {FORMAT - 1}, and megatron-shim .* reads format {FORMAT}"),
         ({"also": [{"format": 3}]}, f"is not a lock of format {FORMAT}: also.0 lacks 'code'"),
         ({"format": True}, "'format' of it is no number"),
         ({"format": None}, "is not a lock"),

@@ -49,7 +49,7 @@ def of(monkeypatch):
         monkeypatch.setattr(digest, "PACKAGE", top / "shim")
         monkeypatch.setattr(digest, "patches_path", lambda: inside / "patches")
         monkeypatch.setattr(digest, "matrix_path", lambda: inside / "version_matrix.yaml")
-        return digest.own_code()
+        return digest.own_code(digest.own_digests())
 
     return at
 
