@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from shim._errors import MatrixError
 from shim._matrix.model import UPSTREAM, PatchEntry, Pin, Pinned
-from shim._releases.files import JsonTextError, read_json
+from shim._releases.files import read_json
 from shim._releases.fingerprint import ABSENT
 
 __all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "recorded_pins", "render_pins"]
@@ -96,8 +96,8 @@ def recorded_pins(content: bytes, patches: Mapping[str, PatchEntry]) -> Mapping[
 def _parsed(file: Path, content: bytes) -> Any:
     try:
         return read_json(content)
-    except JsonTextError as error:
-        raise MatrixError(f"{file}:{error.line}: cannot be read as JSON: {error}; run shim pin") from None
+    except ValueError as error:
+        raise MatrixError(f"{file}:1: cannot be read as JSON: {error}; run shim pin") from None
 
 
 def _check_variant(

@@ -21,7 +21,7 @@ from shim._planning.digest import differing_parts
 from shim._planning.evidence import VERDICTS, tree_for, trees_of
 from shim._planning.options import words_of
 from shim._printing.printable import one_line
-from shim._releases.files import JsonTextError, UnsafeFileError, read_bounded, read_json, unknown_key
+from shim._releases.files import UnsafeFileError, read_bounded, read_json
 from shim._version import __version__
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ KEYS: dict[str, type] = {
     "patches": dict,
     "releases": dict,
 }
-# A tree of a lock may have these as well: what its proofs have shown, further trees, and the words of `concerns`.
-MORE_KEYS: dict[str, type] = {"also": list, "concerns": list, "proved": dict}
+# A tree of a lock may have these as well: what its proofs have shown, and the words of `concerns`.
+TREE_KEYS: dict[str, type] = {"concerns": list, "proved": dict}
 PROVED_KEYS: dict[str, Any] = {
     "date": str,
     "files": dict,
@@ -152,8 +152,6 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise OptionError(f"there is no lock {file}. {remedy}") from None
     except UnsafeFileError as error:
         raise OptionError(f"the lock {file} {error}.") from None
-    except JsonTextError as error:
-        raise OptionError(f"the lock {file}:{error.line} cannot be read: {error}. {remedy}") from None
     except (OSError, ValueError) as error:
         raise OptionError(f"the lock {file} cannot be read: {error}. {remedy}") from None
     written = found.get("format") if isinstance(found, dict) else None
@@ -161,11 +159,7 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise OptionError(
             f"{file} is a lock of format {written}, and megatron-shim {__version__} reads format {FORMAT}. {remedy}"
         )
-    try:
-        odd = _ill_formed(content.decode("utf-8"), found)
-    except JsonTextError as error:
-        raise OptionError(f"the lock {file}:{error.line}: {error}. {remedy}") from None
-    if odd:
+    if odd := _ill_formed(found):
         raise OptionError(f"{file} is not a lock of format {FORMAT}: {odd}. {remedy}")
     return found
 
@@ -176,80 +170,55 @@ def words_of_lock(path: str, content: Mapping[str, Any]) -> tuple[str, ...] | No
     return None if words is None else words_named(",".join(words_of(what, words)), what)
 
 
-def _ill_formed(text: str, found: Any) -> str:
-    """The missing part of a lock, or "". JsonTextError for a key that no lock has."""
-    odd = _ill_formed_tree(text, found, (), {**KEYS, **MORE_KEYS})
+def _ill_formed(found: Any) -> str:
+    """What is missing, of another type or not known in a lock; "" if nothing is."""
+    odd = _ill_formed_tree(found, "it", {**TREE_KEYS, "also": list})
     for place, tree in enumerate(found.get("also", ()) if not odd else ()):
-        odd = odd or _ill_formed_tree(text, tree, ("also", place), {**KEYS, "concerns": list, "proved": dict})
+        odd = odd or _ill_formed_tree(tree, f"also.{place}", TREE_KEYS)
     return odd
 
 
-Place = tuple[Any, ...]  # the keys that lead to a value
+def _ill_formed_tree(tree: Any, what: str, more: Mapping[str, Any]) -> str:
+    if odd := _odd(tree, what, KEYS, more):
+        return odd
+    if tree["format"] != FORMAT:
+        return f"'format' of {what} is {tree['format']}"
+    within, proved = "" if what == "it" else f"{what}.", tree.get("proved")
+    odd = _odd_members(tree["patches"], f"{within}patches", PATCH_KEYS)
+    return odd or ("" if proved is None else _odd_proofs(proved, f"{within}proved"))
 
 
-def _ill_formed_tree(text: str, found: Any, place: Place, allowed: Mapping[str, Any]) -> str:
-    odd = _lacking(found, KEYS, _spelled(place))
+def _odd_proofs(proved: Any, what: str) -> str:
+    odd = _odd(proved, what, PROVED_KEYS)
+    odd = odd or _odd_members(proved["patches"], f"{what}.patches", VERDICT_KEYS, MORE_VERDICT_KEYS)
     if odd:
         return odd
-    unknown_key(text, found, place, allowed)
-    odd = _ill_typed(found, MORE_KEYS, _spelled(place))
-    if found["format"] != FORMAT:
-        odd = odd or f"'format' of {_spelled(place)} is {found['format']}"
-    odd = odd or _ill_formed_members(text, found["patches"], (*place, "patches"), PATCH_KEYS)
-    return odd or ("" if "proved" not in found else _ill_formed_proofs(text, found["proved"], (*place, "proved")))
-
-
-def _ill_formed_proofs(text: str, proved: Mapping[str, Any], place: Place) -> str:
-    odd = _lacking(proved, PROVED_KEYS, _spelled(place))
-    if odd:
-        return odd
-    unknown_key(text, proved, place, PROVED_KEYS)
-    odd = _ill_formed_members(text, proved["patches"], (*place, "patches"), VERDICT_KEYS, MORE_VERDICT_KEYS)
-    for id, said in proved["patches"].items() if not odd else ():
-        what = _spelled((*place, "patches", id))
+    for id, said in proved["patches"].items():
         if said["verdict"] not in VERDICTS:
-            return f"{said['verdict']!r} is no verdict of {what}"
+            return f"{said['verdict']!r} is no verdict of {what}.patches.{id}"
     for module, digests in proved["files"].items():
         if not isinstance(digests, dict) or not all(isinstance(bodies, dict) for bodies in digests.values()):
-            return f"{_spelled((*place, 'files', module))} is no mapping of mappings"
-    return odd
-
-
-def _ill_formed_members(
-    text: str,
-    found: Mapping[str, Any],
-    place: Place,
-    keys: Mapping[str, Any],
-    more: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
-    """more: keys that a member may have, and need not."""
-    for name, member in found.items():
-        what = _spelled((*place, name))
-        odd = _lacking(member, keys, what) or _ill_typed(member, more, what)
-        if odd:
-            return odd
-        unknown_key(text, member, (*place, name), {**keys, **more})
+            return f"{what}.files.{module} is no mapping of mappings"
     return ""
 
 
-def _ill_typed(found: Mapping[str, Any], keys: Mapping[str, Any], what: str) -> str:
-    """The first of these keys that is there with a value of another type, or ""."""
-    odd = next((key for key, kind in keys.items() if key in found and type(found[key]) is not kind), None)
-    return "" if odd is None else f"{odd!r} of {what} is no {NAMES[keys[odd]]}"
+def _odd_members(found: Mapping[str, Any], what: str, *keys: Mapping[str, Any]) -> str:
+    return next(filter(None, (_odd(member, f"{what}.{name}", *keys) for name, member in found.items())), "")
 
 
-def _spelled(place: Place) -> str:
-    return ".".join(map(str, place)) or "it"
-
-
-def _lacking(found: Any, keys: Mapping[str, Any], what: str) -> str:
+def _odd(found: Any, what: str, keys: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """What keeps a value from being a mapping with all of `keys`, and perhaps some of `more`; "" if nothing does."""
     if not isinstance(found, dict):
         return f"{what} is no mapping"
-    for key, kind in keys.items():
+    known = {**keys, **more}
+    for key in keys:
         if key not in found:
             return f"{what} lacks {key!r}"
-        if type(found[key]) not in (kind if isinstance(kind, tuple) else (kind,)):
-            return f"{key!r} of {what} is no {NAMES.get(kind, 'text')}"
+    for key, value in found.items():
+        if key not in known:
+            return f"unknown key {key!r} in {what}; known are {', '.join(known)}"
+        if type(value) not in (known[key] if isinstance(known[key], tuple) else (known[key],)):
+            return f"{key!r} of {what} is no {NAMES.get(known[key], 'text')}"
     return ""
 
 

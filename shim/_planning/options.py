@@ -18,7 +18,7 @@ from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._planning.evidence import Proved
 from shim._record import record
-from shim._releases.files import JsonTextError, read_json
+from shim._releases.files import read_json
 
 __all__ = [
     "PREFIX",
@@ -347,9 +347,9 @@ def from_json(name: str, text: str) -> Any:
     """Options of patches from text. OptionError if the text is not JSON, or has a key twice."""
     try:
         return read_json(text)
-    except JsonTextError as error:
+    except ValueError as error:
         example = '{"paged-stash": {"moe_paged_stash": true}}'
-        raise OptionError(f"{name} is not JSON of the form {example}: line {error.line}: {error}") from None
+        raise OptionError(f"{name} is not JSON of the form {example}: {error}") from None
 
 
 def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str, Any]]:

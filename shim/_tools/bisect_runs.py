@@ -17,7 +17,7 @@ from typing import Any
 
 from shim._errors import NotMetError, OptionError
 from shim._planning.lock import HELD
-from shim._releases.files import JsonTextError, read_json
+from shim._releases.files import read_json
 
 __all__ = ["Outcome", "Record", "differs", "execute", "number_in", "same_number"]
 
@@ -177,7 +177,7 @@ class Record:
             theirs = dict(found["about"])
         except FileNotFoundError:
             return
-        except (OSError, JsonTextError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise OptionError(f"{self.path} cannot be read: {type(error).__name__}: {error}. {remedy}") from None
         other = [name for name in self._about if theirs.get(name) != self._about[name]]
         if other or found.get("format") != FORMAT:

@@ -311,7 +311,7 @@ def with_more(value, path, more):
 
 
 def test_a_key_that_stands_twice_is_refused_wherever_it_stands(held):
-    """A reviewer may read the one that does not count. File, line, key, place and remedy are named."""
+    """A reviewer may read the one that does not count. File, key and remedy are named."""
     content, found = json.loads(held.lock.read_text()), 0
     for path, inside in objects(content):
         for key in inside:
@@ -319,13 +319,7 @@ def test_a_key_that_stands_twice_is_refused_wherever_it_stands(held):
             with pytest.raises(OptionError) as caught:
                 shim.apply(lock=held.lock)
             said, found = str(caught.value), found + 1
-            line = next(
-                number
-                for number, text in enumerate(held.lock.read_text().splitlines(), 1)
-                if number > 1 + len(path) and text.startswith(json.dumps(key) + ":")
-            )
-            place = f"in {'.'.join(path)}" if path else "at the top"
-            assert f"the lock {held.lock}:{line} cannot be read: duplicate key {key!r} {place}. Remedy: " in said
+            assert f"the lock {held.lock} cannot be read: duplicate key {key!r}. Remedy: " in said
     assert found > 20 and active(shim.status()) == ()
 
 
@@ -339,9 +333,7 @@ def test_a_key_that_means_nothing_is_refused_or_a_difference(held):
         assert "Remedy: " in str(caught.value) and str(held.lock) in str(caught.value)
         if caught.type is OptionError and len(path) != 1:  # below `patches` it is a patch that is none
             refused += 1
-            line = held.lock.read_text().splitlines().index('"extra": {},') + 1
-            place = f"in {'.'.join(path)}" if path else "at the top"
-            assert f"the lock {held.lock}:{line}: unknown key 'extra' {place}; known are " in str(caught.value)
+            assert f"unknown key 'extra' in {'.'.join(path) or 'it'}; known are " in str(caught.value)
     assert refused == 3  # the top, and two patches
 
 

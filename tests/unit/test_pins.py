@@ -79,7 +79,7 @@ def test_a_release_that_is_right_is_pinned_as_upstream(world):
             "body of variant old",
         ),
         (r'"megatron.core.roll:helper":', '"megatron.core.roll:help":', "but not both"),
-        (r'(      "megatron.core.roll:)roll":', r'\1helper":', "duplicate key 'megatron.core.roll:helper' in "),
+        (r'(      "megatron.core.roll:)roll":', r'\1helper":', "duplicate key 'megatron.core.roll:helper'"),
         (r'"old":', '"older":', "there is no variant 'older'"),
         (r'"old":', '"upstream":', "duplicate key"),
         (r'"[0-9a-f]{4}([0-9a-f]{12}\.)', r'"\1', "is not a fingerprint"),
