@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shim._archives.git_commits import Git
-from shim._archives.packed import HeldSources
+from shim._archives.packed import PackedSources
 from shim._errors import OptionError, SourceError
 from shim._matrix.model import Matrix, PatchEntry, Variant
 from shim._planning.bodies import Bodies
@@ -208,7 +208,7 @@ class Walk:
     def _values(self, module: str, content: bytes) -> dict[str, str]:
         path = f"{module.replace('.', '/')}.py"
         found: dict[str, dict[str, dict[str, str]]] = {}
-        measure_files(HeldSources(module, {path: content}, {}), [f"{module}:{n}" for n in self._names[module]], found)
+        measure_files(PackedSources(module, {path: content}), [f"{module}:{n}" for n in self._names[module]], found)
         [(digest, values)] = found[module].items()
         return {**values, "digest": digest}
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shim._archives.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSources, inner_path
+from shim._archives.packed import HELD_LIMIT, LARGE, LINK, PackedSources, inner_path
 from shim._errors import OptionError
 from shim._releases.sources import MAX_SOURCE_BYTES
 
@@ -48,7 +48,7 @@ def is_bare(directory: Path) -> bool:
     return (directory / "HEAD").is_file() and (directory / "objects").is_dir() and (directory / "refs").is_dir()
 
 
-def open_commit(directory: Path, ref: str) -> HeldSources:
+def open_commit(directory: Path, ref: str) -> PackedSources:
     """The sources of the commit that `ref` names in the repository at `directory`. OptionError says why there are none.
 
     If `directory` is inside a checkout, the packages may be in the same directory of the commit, or above it.
@@ -76,7 +76,7 @@ def _and_above(prefix: str) -> Iterable[str]:
     yield ""
 
 
-def _sources_of(git: Git, commit: str, roots: Sequence[str], place: str) -> HeldSources:
+def _sources_of(git: Git, commit: str, roots: Sequence[str], place: str) -> PackedSources:
     wanted: dict[str, str] = {}  # by name the object
     odd: dict[str, str] = {}
     total = 0
@@ -86,7 +86,7 @@ def _sources_of(git: Git, commit: str, roots: Sequence[str], place: str) -> Held
     if listed is None:
         remedy = "Remedy: fetch all of it, since an audit fetches nothing into a partial clone"
         raise OptionError(f"the commit {commit} cannot be read: {git.complaint}. {remedy}")
-    for entry in listed.split(b"\0")[:MEMBER_LIMIT]:
+    for entry in listed.split(b"\0"):
         described, _, encoded = entry.partition(b"\t")
         name = encoded.decode("utf-8", "replace")
         if inner_path(name, roots) is None:
@@ -102,7 +102,7 @@ def _sources_of(git: Git, commit: str, roots: Sequence[str], place: str) -> Held
     if total > HELD_LIMIT:
         what = f"{place} has more than {HELD_LIMIT} bytes of sources, which no release has"
         raise OptionError(f"{what}. Remedy: check it out and name its directory")
-    return HeldSources(place, dict(zip(wanted, git.blobs(list(wanted.values())))), odd, roots, commit)
+    return PackedSources(place, dict(zip(wanted, git.blobs(list(wanted.values())))), odd, roots, commit)
 
 
 def _batch(contents: bytes, place: object) -> Iterable[bytes]:

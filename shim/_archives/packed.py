@@ -1,60 +1,62 @@
-"""Sources in an archive or in a commit, read without unpacking them."""
+"""Sources in an archive or in a commit, held in memory: nothing is unpacked to disk."""
 
 from __future__ import annotations
 
 import os
+import re
+import tarfile
 import zipfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import IO
 
 from shim._errors import SourceError
 from shim._releases.sources import MAX_SOURCE_BYTES, Sources
-from shim._releases.zips import DAMAGED, beginning_of_member
 
-__all__ = [
-    "HELD_LIMIT",
-    "LARGE",
-    "LINK",
-    "MEMBER_LIMIT",
-    "HeldSources",
-    "JoinedSources",
-    "PackedSources",
-    "WheelSources",
-    "inner_path",
-]
+__all__ = ["HELD_LIMIT", "LARGE", "LINK", "JoinedSources", "PackedSources", "inner_path", "open_archive", "roots_of"]
 
-MEMBER_LIMIT = 200_000  # the repositories of megatron-core and Transformer Engine have some thousand files
 HELD_LIMIT = 60_000_000  # bytes of sources; megatron-core has 8 MB
 LINK = "is a link, which is not followed"
 LARGE = f"is larger than {MAX_SOURCE_BYTES} bytes"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)
 
 
 class PackedSources(Sources):
-    """Sources in an archive or a commit, read member by member. Nothing is written to disk.
+    """Sources in an archive or a commit.
 
-    place: a description for messages.    members: the names of its files.
+    place: a description for messages.    files: the contents by name.
+    odd: files that are there and were not read, with the reason: links, and files larger than any source.
     root: the directory of the packages: "" or a directory with a slash at its end. Settable until the first search.
     roots: the directories that may be that root, the likeliest first. Empty if not given.
     commit: the commit that this is, or that an archive says it was made of, as 40 hexadecimal digits, or "".
     """
 
-    def __init__(self, place: str, members: Collection[str], roots: Sequence[str] = (), commit: str = "") -> None:
+    def __init__(
+        self,
+        place: str,
+        files: Mapping[str, bytes],
+        odd: Mapping[str, str] = MappingProxyType({}),
+        roots: Sequence[str] = (),
+        commit: str = "",
+    ) -> None:
         super().__init__()
         self.place = place
-        self.members = members
+        self.members = {*files, *odd}
         self.root = ""
         self.roots = roots
         self.commit = commit
-
-    def beginning(self, name: str, size: int) -> bytes:
-        """The first `size` bytes of a member; no more is unpacked. SourceError if it is missing or damaged."""
-        raise NotImplementedError
+        self._files = files
+        self._odd = odd
 
     def member(self, name: str) -> bytes:
-        """The content of one member. SourceError if it is too large or damaged."""
-        found = self.beginning(name, MAX_SOURCE_BYTES + 1)  # the archive may state a wrong size
-        if len(found) > MAX_SOURCE_BYTES:
-            raise SourceError(f"{name} in {self.place} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
-        return found
+        """The content of one member. SourceError if it is missing, or was not read."""
+        if name in self._odd:
+            raise SourceError(f"{name} in {self.place} {self._odd[name]}", "damaged")
+        if name not in self._files:
+            raise SourceError(f"there is no {name} in {self.place}", "missing")
+        return self._files[name]
 
     def _locate(self, module: str) -> str | None:
         path = self.root + module.replace(".", "/")
@@ -62,52 +64,6 @@ class PackedSources(Sources):
 
     def _bytes(self, path: str) -> bytes:
         return self.member(path)
-
-
-class HeldSources(PackedSources):
-    """Sources whose files are held in memory, because their archive can only be read from its beginning to its end.
-
-    odd: files that are there and were not read, with the reason: links, and files larger than any source.
-    """
-
-    def __init__(
-        self,
-        place: str,
-        files: Mapping[str, bytes],
-        odd: Mapping[str, str],
-        roots: Sequence[str] = (),
-        commit: str = "",
-    ) -> None:
-        super().__init__(place, {*files, *odd}, roots, commit)
-        self._files = files
-        self._odd = odd
-
-    def beginning(self, name: str, size: int) -> bytes:
-        if name in self._odd:
-            raise SourceError(f"{name} in {self.place} {self._odd[name]}", "damaged")
-        if name not in self._files:
-            raise SourceError(f"there is no {name} in {self.place}", "missing")
-        return self._files[name][:size]
-
-
-class WheelSources(PackedSources):
-    """Sources inside a zip, read member by member. Nothing is unpacked to disk, and no member beyond its limit."""
-
-    def __init__(self, wheel: str | os.PathLike[str]) -> None:
-        try:
-            self._archive = zipfile.ZipFile(wheel)
-        except DAMAGED as error:
-            raise SourceError(f"{os.fspath(wheel)} is not a wheel: {error}") from None
-        names = {info.filename: info for info in self._archive.infolist()}
-        super().__init__(os.fspath(wheel), names)
-
-    @property
-    def comment(self) -> bytes:
-        """The comment of the zip, in which GitHub names the commit."""
-        return self._archive.comment
-
-    def beginning(self, name: str, size: int) -> bytes:
-        return beginning_of_member(self._archive, name, size)
 
 
 class JoinedSources(Sources):
@@ -142,3 +98,54 @@ def inner_path(name: str, roots: Iterable[str]) -> str | None:
         if path.endswith(".dist-info/METADATA") and path.count("/") == 1:
             return path
     return None
+
+
+def roots_of(members: Iterable[str]) -> list[str]:
+    """Where packages may begin in an archive: at its top, or one directory down, as in an sdist."""
+    return ["", *dict.fromkeys(f"{member.partition('/')[0]}/" for member in members if "/" in member)]
+
+
+def open_archive(path: str) -> PackedSources:
+    """What an audit reads of a wheel, an sdist, or the archive of a commit. SourceError says why it cannot be read."""
+    files: dict[str, bytes] = {}
+    odd: dict[str, str] = {}
+    try:
+        with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else tarfile.open(path) as archive:
+            for name, size, file in _in_zip(archive) if isinstance(archive, zipfile.ZipFile) else _in_tar(archive):
+                files.pop(name, None)  # of members with one name the last counts, as for those that unpack it
+                odd.pop(name, None)
+                if file is None or size > MAX_SOURCE_BYTES:
+                    odd[name] = LINK if file is None else LARGE
+                    continue
+                with file:
+                    files[name] = file.read()
+                if sum(map(len, files.values())) > HELD_LIMIT:
+                    raise ValueError(f"it has more than {HELD_LIMIT} bytes of sources")
+            return PackedSources(path, files, odd, commit=_commit_of(archive))
+    except DAMAGED as error:
+        raise SourceError(f"{path} is no archive that can be read: {error}", "damaged") from None
+
+
+_Members = Iterator[tuple[str, int, "IO[bytes] | None"]]  # name, size, and the content; None for a link
+
+
+def _in_zip(archive: zipfile.ZipFile) -> _Members:
+    for member in archive.infolist():
+        if inner_path(member.filename, roots_of([member.filename])) is not None:
+            yield member.filename, member.file_size, archive.open(member)
+
+
+def _in_tar(archive: tarfile.TarFile) -> _Members:
+    for member in archive:
+        name = os.path.normpath(member.name).replace(os.sep, "/")
+        if inner_path(name, roots_of([name])) is not None and (member.isfile() or member.issym() or member.islnk()):
+            yield name, member.size, archive.extractfile(member) if member.isfile() else None
+
+
+def _commit_of(archive: zipfile.ZipFile | tarfile.TarFile) -> str:
+    """The commit that git and GitHub name in an archive."""
+    if isinstance(archive, zipfile.ZipFile):
+        comment = archive.comment.decode("ascii", "replace")
+    else:
+        comment = archive.pax_headers.get("comment", "")
+    return next(iter(COMMIT.findall(comment)), "")

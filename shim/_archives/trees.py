@@ -12,8 +12,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from shim._archives.git_commits import is_bare, open_commit
-from shim._archives.packed import JoinedSources, PackedSources, WheelSources, inner_path
-from shim._archives.tarballs import COMMIT, is_tarball, open_tarball
+from shim._archives.packed import JoinedSources, PackedSources, open_archive, roots_of
 from shim._errors import OptionError, SourceError
 from shim._printing.printable import one_line
 from shim._record import record
@@ -26,7 +25,6 @@ from shim._releases.detect import (
     Installed,
     version_in_package_info,
 )
-from shim._releases.files import read_beginning
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
 
@@ -155,13 +153,7 @@ def _below(root: Path) -> Iterable[str]:
 
 def _in_archive(name: str, path: str) -> Tree:
     try:
-        if is_tarball(read_beginning(path, 512)):
-            return _packed(
-                name, path, open_tarball(path, lambda member: inner_path(member, _roots([member])) is not None)
-            )
-        archive = WheelSources(path)
-        archive.commit = next(iter(COMMIT.findall(archive.comment[:100].decode("ascii", "replace"))), "")
-        return _packed(name, path, archive)
+        return _packed(name, path, open_archive(path))
     except SourceError as error:
         raise OptionError(f"{error}; name {FORMS}") from None
 
@@ -171,15 +163,10 @@ def _commit(name: str, directory: Path, ref: str) -> Tree:
     return _packed(f"{name} at {ref}", sources.place, sources)
 
 
-def _roots(members: Iterable[str]) -> list[str]:
-    """Where packages may begin in an archive: at its top, or one directory down, as in an sdist."""
-    return ["", *dict.fromkeys(f"{member.partition('/')[0]}/" for member in members if "/" in member)]
-
-
 def _packed(name: str, place: str, sources: PackedSources) -> Tree:
     """The tree in an archive or a commit, at the first of its roots that has a package."""
     known = {m[: -len(head)] for head in HEADS for m in sources.members if m.endswith(head)}
-    found = [root for root in sources.roots or _roots(sorted(known)) if root in known]
+    found = [root for root in sources.roots or roots_of(sorted(known)) if root in known]
     if not found:
         raise OptionError(f"{name}: {_nothing(root.rstrip('/') for root in known)}")
     if not sources.roots and found[0] and len(found) > 1:
@@ -205,7 +192,7 @@ def _nothing(elsewhere: Iterable[str]) -> str:
 
 def _beginning_in(archive: PackedSources, member: str) -> str:
     try:
-        return archive.beginning(member, VERSION_FILE_LIMIT).decode("utf-8", "replace")
+        return archive.member(member)[:VERSION_FILE_LIMIT].decode("utf-8", "replace")
     except SourceError:
         return ""
 

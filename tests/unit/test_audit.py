@@ -353,5 +353,5 @@ def test_a_directory_or_file_with_neither_package_is_wrong_usage(examine, tmp_pa
     with pytest.raises(OptionError, match="but in Megatron-LM; name that directory"):
         examine(tmp_path / "above")
     (tmp_path / "file.whl").write_text("no wheel")
-    with pytest.raises(OptionError, match="is not a wheel"):
+    with pytest.raises(OptionError, match="is no archive that can be read"):
         examine(tmp_path / "file.whl")

@@ -1,21 +1,15 @@
 """An audit survives whatever a tree or a wheel holds: none of its code runs, and time and memory stay bounded."""
 
-import io
 import os
-import re
-import struct
 import subprocess
 import sys
 import zipfile
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from unit_helpers import BROKEN, REPOSITORY, megatron, write_file
 
-from shim._archives.packed import WheelSources
 from shim._archives.trees import open_tree
-from shim._errors import OptionError, SourceError
+from shim._errors import OptionError
 from shim._matrix.load import load_matrix
 from shim._releases.sources import MAX_SOURCE_BYTES
 from shim._te import names as _wanted
@@ -139,34 +133,20 @@ def test_nothing_is_written_into_the_tree(examine, tmp_path):
 
 # Sources
 
-NESTED = "".join(f"{' ' * i}if x:\n" for i in range(90)) + " " * 90 + "def roll(x): pass\n"
 SOURCES = {
     "syntax error": b"def roll(:\n",
     "null bytes": b"def roll(x): pass\n\0\n",
     "not UTF-8": b"def roll(x): return '\xff'\n",
     "UTF-16": "def roll(x): pass\n".encode("utf-16"),
     "unknown cookie": b"# coding: no-such\n",
-    "cookie of no text": b"# coding: rot13\n",
     "cookie that decompresses": b"# coding: zlib\n",
-    "cookie that refuses": b"# coding: undefined\n",
-    "cookie against a mark": b"\xef\xbb\xbf# coding: latin-1\n",
-    "cookie with a path": b"# coding: ../../evil\n",
     "brackets": b"(" * 50_000,
-    "brackets that close": b"x = " + b"(" * 5_000 + b")" * 5_000,
-    "operators": b"x = " + b"-" * 100_000 + b"1",
     "attributes": b"x = a" + b".a" * 50_000,
     "sums": b"def roll(x):\n    return 1" + b"+1" * 20_000,
-    "elif": b"def roll(x):\n    if x: pass\n" + b"    elif x: pass\n" * 5_000,
-    "blocks": NESTED.encode(),
     "deep blocks": b"".join(b" " * i + b"if x:\n" for i in range(200)),
-    "calls": b"def roll(x):\n    return " + b"f(" * 90 + b"x" + b")" * 90,
-    "long line": b"def roll(x):\n    return " + b"'" + b"x" * 500_000 + b"'",
     "many lines": b"def roll(x):\n" + b"    x = x\n" * 20_000,
-    "many definitions": b"def roll(x): pass\n" * 3_000,
     "big number": b"def roll(x):\n    return " + b"9" * 100_000,
-    "names of every kind": "def roll(\uff58): return µ\nclass Läyer: pass\n".encode(),
     "control characters": b"def roll(x):\n    return '\x1b[31m\x07\x08', f'\x1b{x}'\n",
-    "line ends": b"def roll(x):\r    return x\r\x0c\x0bx = 1\x1c\x1d\n",
     "too large": b"#" * (MAX_SOURCE_BYTES + 1),
     "empty": b"",
 }
@@ -191,23 +171,6 @@ def test_hostile_version_files_are_no_versions(examine, tmp_path, name):
     root = megatron(tmp_path / "tree", None, {"roll.py": BROKEN})
     (root / "megatron/core/package_info.py").write_bytes(SOURCES[name])
     assert examine(root)["roll-fix"].verdict == "apply"
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_mutated_sources_give_a_verdict(examine, tmp_path, data):
-    """Fuzz: bytes put in and taken out at random places."""
-    content = BROKEN.encode()
-    for _ in range(data.draw(st.integers(1, 3))):
-        start = data.draw(st.integers(0, len(content)))
-        end = min(len(content), start + data.draw(st.sampled_from([0, 1, 5, 40])))
-        pieces = st.sampled_from(
-            [b"\0", b"\xff", b"# coding: utf-7\n", b"(", b"\\\n", b"\t", b"'''", b"\x0c", b"*", b"@x\n"]
-        )
-        content = content[:start] + data.draw(st.one_of(pieces, st.binary(max_size=4))) + content[end:]
-    root = megatron(tmp_path / "tree", "0.16.3")
-    (root / "megatron/core/roll.py").write_bytes(content)
-    assert examine(root)["roll-fix"].verdict in ("apply", "upstream", "drifted", "gone")
 
 
 # Files that are none
@@ -275,8 +238,6 @@ def test_names_with_line_ends_stay_in_their_line(examine, tmp_path):
 @pytest.mark.parametrize(
     ("content", "version"),
     [
-        (b"Name: megatron-core\nVersion: 0.16.0\n" + b"x" * 50_000_000, "0.16.0"),
-        (b"x" * 50_000_000, "0.16.3"),
         (b"Version: " + b"1" * 90_000 + b"\n", "1" * 100 + "..."),
         (b"Version: 0.16.0\xff\n", "0.16.0\ufffd"),
         (b"Version:\n", "0.16.3"),
@@ -327,59 +288,12 @@ def test_of_members_with_one_name_the_last_counts(examine, wheel):
     assert examine(path)["roll-fix"].verdict == "apply"
 
 
-def test_no_more_of_a_member_is_unpacked_than_asked_for(wheel):
-    """The size that the archive states need not be true, so it is the reading that is bounded."""
-    sources = WheelSources(wheel({"big": bytes(10_000_000)}))
-    assert sources.beginning("big", 10) == bytes(10)
-    with pytest.raises(SourceError, match="is larger than"):
-        sources.member("big")
-
-
-def marked_as_encrypted(data):
-    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        at = 0
-        while (at := data.find(signature, at)) >= 0:
-            (flags,) = struct.unpack_from("<H", data, at + offset)
-            data = data[: at + offset] + struct.pack("<H", flags | 1) + data[at + offset + 2 :]
-            at += 4
-    return data
-
-
-def test_an_encrypted_wheel_has_drifted(examine, wheel):
-    """Its members are there, and cannot be read."""
-    found = examine(wheel(change=marked_as_encrypted))["faster-forward"]
-    assert found.verdict == "drifted" and "cannot be read" in found.reason
-
-
-@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressions_that_no_wheel_has_are_not_unpacked(examine, wheel, compression):
-    """zipfile unpacks them in whole blocks, however few bytes are asked for."""
-    found = examine(wheel(compression=compression))["faster-forward"]
-    assert found.verdict == "drifted" and "a compression that wheels do not use" in found.reason
-
-
 def test_a_truncated_wheel_is_no_wheel(world, wheel):
     """Wrong usage, with a reason; at whatever byte it ends."""
     whole = wheel().read_bytes()
     for size in (0, 1, 4, 100, len(whole) // 2, len(whole) - 30, len(whole) - 1):
-        with pytest.raises(OptionError, match="is not a wheel"):
+        with pytest.raises(OptionError, match="is no archive that can be read"):
             open_tree(str(wheel(change=lambda data: data[:size])), None)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_damaged_wheels_give_a_verdict_or_are_no_wheels(examine, wheel, data):
-    """Fuzz: bytes changed at random places, of members and of the directory at the end alike."""
-    path = wheel()
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 6))):
-        place = data.draw(st.integers(0, len(content) - 1))
-        content[place] = data.draw(st.sampled_from([0, 1, 9, 12, 14, 99, 0x50, 0x7F, 0x80, 0xFF]))
-    path.write_bytes(bytes(content))
-    try:
-        examine(path)
-    except OptionError as error:
-        assert str(path) in str(error)
 
 
 # Names of Transformer Engine
@@ -421,56 +335,3 @@ def engine(tmp_path, monkeypatch):
 def test_imports_in_circles_and_chains_end(engine, files, lost):
     """Each name is looked for once; a chain that is too long to follow counts as there."""
     assert len(engine(files)) == lost
-
-
-# Memory and time, in a process of its own
-
-MEASURE = """
-    import resource, sys, time
-    from pathlib import Path
-    from shim._tools.cli import main
-    codes = [main(["audit", target]) for target in sys.argv[1:]]
-    print("codes", codes, "MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
-"""
-
-
-def test_bombs_and_giants_stay_within_bounds(world, wheel, tmp_path):
-    """Members that unpack to far more than their limit, one that lies about its size, one that is a bomb itself, a
-    file over the limit, a body of a hundred thousand lines, a hole of 20 GB."""
-
-    def moved(path, name):
-        return path.rename(tmp_path / name)
-
-    bomb = io.BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("zeros", "w") as member:
-            for _ in range(300):
-                member.write(bytes(1_000_000))
-    inner = bomb.getvalue()
-    targets = []
-    for i, name in enumerate(("megatron/core/roll.py", METADATA, "megatron/core/package_info.py")):
-        path = wheel({name: bytes(60_000_000)})
-        if i == 0:  # and the size in the directory is a lie
-            data = path.read_bytes().replace(struct.pack("<I", 60_000_000), struct.pack("<I", 1_000))
-            path.write_bytes(data)
-        targets.append(moved(path, f"bomb{i}.whl"))
-    targets.append(moved(wheel({"megatron/core/roll.py": inner}), "nested.whl"))
-    big = megatron(tmp_path / "big", "0.16.3")
-    (big / "megatron/core/roll.py").write_bytes(b"x = 1\n" * (MAX_SOURCE_BYTES // 6 + 1))
-    long = megatron(tmp_path / "long", "0.16.3", {"roll.py": "def roll(x):\n" + "    return helper(x)\n" * 100_000})
-    with (tmp_path / "sparse.whl").open("wb") as file:
-        file.truncate(20_000_000_000)
-    targets += [big, long, tmp_path / "sparse.whl"]
-    script = write_file(tmp_path / "measure.py", MEASURE)
-    environ = {**os.environ, "MEGATRON_SHIM_MATRIX": str(world.matrix)}
-    environ |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, world.own))), "MEGATRON_SHIM_CACHE": str(tmp_path)}
-    for release in ("0.16.0", "0.17.0"):
-        (tmp_path / "megatron-core").mkdir(exist_ok=True)
-        (world.root / "releases" / release / ".complete").touch()
-        (tmp_path / "megatron-core" / release).symlink_to(world.root / "releases" / release)
-    command = [sys.executable, str(script), *map(str, targets)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience())
-    found = re.search(r"codes \[(.*)\] MB (\d+)", done.stderr)
-    assert found, done.stderr
-    assert found[1] == "1, 0, 0, 1, 1, 1, 2"
-    assert int(found[2]) < MEMORY

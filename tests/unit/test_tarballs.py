@@ -1,27 +1,19 @@
-"""Sdists and archives of commits: found one directory down, read in one pass, and bounded whatever they hold."""
+"""Sdists and archives of commits: found one directory down, and read without unpacking them."""
 
-import gzip
 import io
 import os
-import subprocess
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 from audit_cases import EDITED
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from unit_helpers import BROKEN, REPOSITORY, megatron, write_file
+from unit_helpers import BROKEN, megatron, write_file
 
-from shim._archives import tarballs as _tarballs
+from shim._archives import packed as packed_sources
 from shim._archives.trees import open_tree
 from shim._errors import OptionError
 from shim._releases.sources import MAX_SOURCE_BYTES
-from shim.testing.patience import patience
 
-MEMORY = 100  # MB of a process that opens an archive
 COMMIT = "0123456789" * 4
 INFO = "Metadata-Version: 2.1\nName: megatron_core\nVersion: 0.16.7\n"
 
@@ -116,15 +108,15 @@ def test_what_holds_no_package_or_two_is_wrong_usage(examine, tree, tmp_path, pa
         examine(pack(tmp_path / "two", tmp_path / "a", below=""))
 
 
-@pytest.mark.parametrize("content", [b"", b"\x1f\x8b", b"x" * 2000, b"BZh91AY&SY", b"\xfd7zXZ\x00"])
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b", b"x" * 2000])
 def test_what_is_no_archive_is_wrong_usage(examine, tmp_path, content):
-    """Other compressions too; the message says what to give."""
+    """The message says what to give."""
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(OptionError, match=r"(is not a wheel|damaged archive).*name a release .*an sdist"):
+    with pytest.raises(OptionError, match=r"is no archive that can be read.*name a release .*an sdist"):
         examine(tmp_path / "a")
 
 
-# Hostile archives
+# Odd archives
 
 
 def archive_of(path, members, mode="w:gz", format=tarfile.PAX_FORMAT):
@@ -186,133 +178,20 @@ def test_a_file_larger_than_any_source_has_drifted(examine, tmp_path):
     assert found.verdict == "drifted" and "is larger than" in found.reason
 
 
-@pytest.mark.parametrize("end", [1, 100, 511, 513, 2_000, 25_000, 50_000])
+@pytest.mark.parametrize("end", [1, 100, 25_000, 50_000])
 @pytest.mark.parametrize("mode", ["w:gz", "w"])
 def test_a_truncated_archive_is_wrong_usage(examine, tmp_path, end, mode):
     """Wherever it ends within a member."""
     path = archive_of(tmp_path / "a", [entry("top/megatron/core/x.py", os.urandom(50_000))], mode)
     path.write_bytes(path.read_bytes()[:end])
-    with pytest.raises(OptionError, match=r"damaged archive|is not a wheel"):
+    with pytest.raises(OptionError, match="is no archive that can be read"):
         examine(path)
 
 
-def patched(data, at, field):
-    """`data` with another field in its first header, and the checksum that fits."""
-    header = bytearray(data[:512])
-    header[at : at + len(field)] = field
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header) + data[512:]
-
-
-@pytest.mark.parametrize(
-    ("at", "field"),
-    [
-        (124, b"-0000000001\0"),
-        (124, b"77777777777\0"),
-        (124, b"9999999999\0\0"),
-        (124, b"\x80" + b"\x7f" * 11),
-        (124, b"\xff" * 12),
-        (124, b"\xd9\xa1" * 6),
-        (156, b"L"),
-        (156, b"S"),
-    ],
-)
-def test_sizes_that_no_member_has(examine, tmp_path, at, field):
-    """Neither a loop, nor a skip backwards, nor a read of gigabytes."""
-    path = archive_of(tmp_path / "a", [], "w", tarfile.USTAR_FORMAT)
-    path.write_bytes(patched(path.read_bytes(), at, field))
-    with pytest.raises(OptionError, match=r"damaged archive|neither megatron/core"):
-        examine(path)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [b"0 a=b\n", b"1 ", b"99999999999999999999 a=b\n", b"3 a", b"12 size=-100\n", b"11 size=9x\n", b"1" * 5000],
-)
-def test_extended_headers_that_nobody_writes(examine, tmp_path, record):
-    """Records of no length would be read for ever."""
-    header = entry("x", record, type=tarfile.XHDTYPE)[0].tobuf(tarfile.USTAR_FORMAT)
-    rest = archive_of(tmp_path / "a", [], "w").read_bytes()
-    (tmp_path / "a").write_bytes(header + record + bytes(-len(record) % 512) + rest)
-    try:
-        assert examine(tmp_path / "a").findings[0].verdict == "apply"
-    except OptionError as error:
-        assert "damaged archive" in str(error)
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_damaged_archives_give_a_verdict_or_are_no_archives(examine, tmp_path, data):
-    """Fuzz: bytes changed at random places, of headers more often than of contents."""
-    content = bytearray(
-        archive_of(tmp_path / "a", [], "w", data.draw(st.sampled_from([*FORMATS.values()]))).read_bytes()
-    )
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.one_of(st.integers(0, 511), st.integers(0, len(content) - 1)))
-        content[place] = data.draw(st.sampled_from([0, 1, 9, 0x30, 0x37, 0x39, 0x50, 0x7F, 0x80, 0xFF]))
-    found = bytes(content)
-    if data.draw(st.booleans()):
-        found = patched(found, 0, b"")
-    (tmp_path / "a").write_bytes(gzip.compress(found, 1) if data.draw(st.booleans()) else found)
-    try:
-        examine(tmp_path / "a")
-    except OptionError as error:
-        assert str(tmp_path / "a") in str(error)
-
-
-def test_limits_of_the_whole_archive(tmp_path, monkeypatch):
-    """Members, bytes, and bytes of sources; each archive is one past a limit that was lowered for this."""
-    many = archive_of(tmp_path / "many", [entry(f"x{i}") for i in range(9)])
-    large = archive_of(tmp_path / "large", [entry("x", bytes(300_000))])
+def test_an_archive_with_more_than_any_release_has_is_refused(tmp_path, monkeypatch):
+    """The archive is past a limit that was lowered for this."""
     held = archive_of(tmp_path / "held", [entry("top/megatron/core/x.py", bytes(300_000))])
-    for name, limit, path, reason in (
-        ("MEMBER_LIMIT", 10, many, "more than 10 members"),
-        ("UNPACKED_LIMIT", 200_000, large, "unpacks to more than 200000 bytes"),
-        ("HELD_LIMIT", 200_000, held, "more than 200000 bytes of sources"),
-    ):
-        open_tree(str(path), None)
-        with monkeypatch.context() as lowered:
-            lowered.setattr(_tarballs, name, limit)
-            with pytest.raises(OptionError, match=reason):
-                open_tree(str(path), None)
-
-
-MEASURE = """
-import re, sys
-from pathlib import Path
-from shim._errors import OptionError
-from shim._archives.trees import open_tree
-for path in sys.argv[1:]:
-    try:
-        open_tree(path, None)
-    except OptionError as error:
-        print(error)
-# Not ru_maxrss, which begins at what the parent process took.
-print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what a process took")
-def test_bombs_stay_within_memory(tmp_path):
-    """A member, an extended header and a long name that unpack to 600 MB, out of half a megabyte."""
-
-    zeros = gzip.compress(bytes(1_000_000)) * 600
-
-    def bomb(name, member):
-        member.size = 600_000_000
-        (tmp_path / name).write_bytes(gzip.compress(member.tobuf(tarfile.USTAR_FORMAT)) + zeros)
-        return str(tmp_path / name)
-
-    bombs = [
-        bomb("member", tarfile.TarInfo("top/megatron/core/roll.py")),
-        bomb("header", entry("x", type=tarfile.XHDTYPE)[0]),
-        bomb("name", entry("x", type=tarfile.GNUTYPE_LONGNAME)[0]),
-    ]
-    command = [sys.executable, "-c", MEASURE, *bombs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(), cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
-    *reasons, megabytes = done.stdout.splitlines()
-    assert len(reasons) == len(bombs)
-    assert "unpacks to more than" in reasons[0] and all("has a header of" in reason for reason in reasons[1:])
-    assert int(megabytes) < MEMORY
+    open_tree(str(held), None)
+    monkeypatch.setattr(packed_sources, "HELD_LIMIT", 200_000)
+    with pytest.raises(OptionError, match="more than 200000 bytes of sources"):
+        open_tree(str(held), None)
