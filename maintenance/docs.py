@@ -16,7 +16,7 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.evidence import FIXED, LACKING, NOT_FIXED, RIGHT
 from shim._releases.known_files import known_trees
-from shim._tools.support import support, support_table
+from shim._tools.support import support
 
 from . import docs_sample, docs_training
 from .docs_concerned import CONCERNED, concerned_table
@@ -34,6 +34,7 @@ from .docs_trainers import trainers_page
 from .docs_trainers_run import CALLS, calls_table, read_runs, run_table
 from .docs_training import changes_in_words, status, training_table
 from .proof_results import read_proved
+from .tables import support_table
 
 __all__ = [
     "BEGIN",

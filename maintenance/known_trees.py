@@ -27,10 +27,10 @@ from shim._releases.known_files import (
     KnownFiles,
     Packed,
     known_files,
-    packed,
-    render_packed,
     unpacked,
 )
+
+from .tables import packed, render_packed
 
 __all__ = ["is_stale", "main", "render_trees", "with_files", "with_tree"]
 

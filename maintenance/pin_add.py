@@ -16,7 +16,7 @@ from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix import load
 from shim._matrix.declared import RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
-from shim._matrix.pins import lock_path, render_pins
+from shim._matrix.pins import lock_path
 from shim._planning.evidence import evidence_for, evidence_in
 from shim._releases import known_files
 from shim._releases.known_files import measure_files
@@ -32,6 +32,7 @@ from .docs import everything
 from .matrix_text import top_bound, with_commit, with_new_range, with_release, with_wider_ranges
 from .pin import Evidence, measure_one, replace_file
 from .pin_all import tables_of_names
+from .tables import render_files, render_pins
 
 __all__ = ["Added", "New", "add", "parse_new", "seconds", "tree_of"]
 
@@ -196,7 +197,7 @@ def add(
         files = {module: {d: dict(b) for d, b in digests.items()} for module, digests in known.items()}
         bodies = sorted({body for entry in after.patches.values() for body in entry.bodies})
         measure_files(Sources([root]), bodies, files)
-        written[known_files.FILE] = known_files.render_files(files)
+        written[known_files.FILE] = render_files(files)
         if commit is None:
 
             def fetched(distribution: str, release: str) -> Path:

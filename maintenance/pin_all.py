@@ -11,11 +11,12 @@ from typing import Any
 from shim._errors import NotMetError
 from shim._matrix import load
 from shim._matrix.model import Matrix
-from shim._matrix.pins import lock_path, recorded_pins, render_pins
+from shim._matrix.pins import lock_path
 from shim._releases import known_files
 from shim._te import names, tables
 
 from .pin import Evidence, measure, write
+from .tables import recorded_pins, render_files, render_pins
 from .te_losses import MORE_TE, measure_losses, render_losses
 from .te_names import measure_names, render_names
 
@@ -86,7 +87,7 @@ def measure_all(
     if shipped:
         if gone:
             _keep_files(matrix, files)
-        written = {known_files.FILE: known_files.render_files(files), **tables_of_names(matrix, fetch, progress, anew)}
+        written = {known_files.FILE: render_files(files), **tables_of_names(matrix, fetch, progress, anew)}
     return Measured(matrix, pins, written, gone)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shim._errors import OptionError
 from shim._matrix.model import Matrix
-from shim._matrix.pins import lock_path, recorded_pins, render_pins
+from shim._matrix.pins import lock_path
 from shim._matrix.spelling import did_you_mean
 
 from .changes import unannounced, wrong_fragments
@@ -16,6 +16,7 @@ from .new_patch import unfilled
 from .pin import Changed, Evidence, kept_pins, measure, needs_sources
 from .pin_all import Fetch, Measured
 from .proof_results import read_results
+from .tables import recorded_pins, render_pins
 
 __all__ = ["left_to_do", "measure_some", "without_results"]
 

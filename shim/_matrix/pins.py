@@ -6,18 +6,17 @@ bodies it changed and nothing else.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shim._errors import MatrixError
-from shim._matrix.model import UPSTREAM, PatchEntry, Pin, Pinned
+from shim._matrix.model import UPSTREAM, PatchEntry, Pinned
 from shim._releases.files import read_json
 from shim._releases.fingerprint import ABSENT
 
-__all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "recorded_pins", "render_pins"]
+__all__ = ["FINGERPRINT", "lock_path", "read_pins"]
 
 FINGERPRINT = r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT
 
@@ -25,34 +24,6 @@ FINGERPRINT = r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT
 def lock_path(matrix: Path) -> Path:
     """The file of the pins of a matrix: matrix.lock.json beside matrix.yaml."""
     return matrix.with_suffix(".lock.json")
-
-
-def by_body(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> dict[str, dict[str, Pinned]]:
-    """Turn pins by distribution, release and patch into ``{patch: {variant: {target: {body: releases}}}}``."""
-    found: dict[str, Any] = {}
-    for releases in pins.values():
-        for release, ids in releases.items():
-            for id, pin in ids.items():
-                targets = found.setdefault(id, {}).setdefault(pin.variant or UPSTREAM, {})
-                for target, body in pin.fingerprints.items():
-                    targets.setdefault(target, {}).setdefault(body, []).append(release)
-    return found
-
-
-def render_pins(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> str:
-    """The text of the file: a line for each body, with the releases that have it.
-
-    Patches stand by their ids, so that the pins of two new ones seldom meet at one line.
-    """
-    return _text(dict(sorted(by_body(pins).items())), "") + "\n"
-
-
-def _text(value: Any, indent: str) -> str:
-    if isinstance(value, list) or not value:
-        return json.dumps(value)
-    inner = indent + "  "
-    lines = (f"{inner}{json.dumps(key)}: {_text(item, inner)}" for key, item in value.items())
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def read_pins(
@@ -69,27 +40,6 @@ def read_pins(
         releases = names.get(patches[id].distribution, ())
         for name, targets in _mapping(file, variants, id).items():
             _check_variant(file, patches[id], name, _mapping(file, targets, f"{id} {name}"), releases)
-    return found
-
-
-def recorded_pins(content: bytes, patches: Mapping[str, PatchEntry]) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
-    """The pins in `content` by distribution, release and patch, as they were written: the rules may have changed since.
-
-    Empty if they cannot be read. Patches that have gone are left out.
-    """
-    found: dict[str, dict[str, dict[str, Pin]]] = {}
-    try:
-        for id, variants in json.loads(content).items():
-            releases = found.setdefault(patches[id].distribution, {}) if id in patches else {}
-            for variant, targets in variants.items():
-                for target, bodies in targets.items():
-                    for body, names in bodies.items():
-                        for name in names:
-                            pin = Pin(None if variant == UPSTREAM else variant, {})
-                            pin = releases.setdefault(name, {}).setdefault(id, pin)
-                            releases[name][id] = Pin(pin.variant, {**pin.fingerprints, target: body})
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        return {}
     return found
 
 

@@ -10,7 +10,7 @@ It is made of locks that `shim pin --prove` has written, and by `make history` (
     trees: {name: {of, releases, date, torch, python, where}}, and of a commit of upstream's history its `day`
     patches: {patch id: [{verdict, variant, shown, dropped, names, bodies}]}. `bodies` has the digest of each set of
         bodies with the trees that have it, `names` is a digest of the names that are bound or read
-    files: the bodies in files that no release has, see `packed`
+    files: the bodies in files that no release has, see `unpacked`
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ __all__ = [
     "known_value",
     "known_with",
     "measure_files",
-    "packed",
-    "render_files",
-    "render_packed",
     "unpacked",
 ]
 
@@ -112,26 +109,12 @@ def _seen(value: str | None, module: str, qualname: str, added: bool) -> str | N
 Packed = Mapping[str, Mapping[str, Any]]
 
 
-def packed(table: KnownFiles) -> dict[str, dict[str, Any]]:
-    """The table in a third of its size: by module the names, the bodies of each, and the files that have the same.
-
-    A file is a row: for each name which of its bodies it has, "-" if that is not known. Digests have 16 digits.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for module, digests in sorted(table.items()):
-        names = sorted({name for bodies in digests.values() for name in bodies})
-        values = {name: sorted({bodies[name] for bodies in digests.values() if name in bodies}) for name in names}
-        rows: dict[str, list[str]] = {}
-        for digest, bodies in sorted(digests.items()):
-            row = (str(values[name].index(bodies[name])) if name in bodies else "-" for name in names)
-            rows.setdefault(" ".join(row), []).append(digest[:SHORT])
-        files = {row: " ".join(dict.fromkeys(digests)) for row, digests in rows.items()}
-        found[module] = {"names": names, "bodies": list(values.values()), "files": files}
-    return found
-
-
 def unpacked(table: Packed, module: str) -> dict[str, dict[str, str]]:
-    """The files of a module in a packed table, with their bodies."""
+    """The files of a module in a packed table, with their bodies.
+
+    The table has a third of its size: by module the names, the bodies of each, and the files that have the same. A file
+    is a row: for each name which of its bodies it has, "-" if that is not known. Digests have 16 digits.
+    """
     if module not in table:
         return {}
     names, values = table[module]["names"], table[module]["bodies"]
@@ -146,17 +129,3 @@ def unpacked(table: Packed, module: str) -> dict[str, dict[str, str]]:
 @lru_cache
 def _files_of_trees(module: str) -> dict[str, dict[str, str]]:
     return unpacked(known_trees()["files"], module)
-
-
-def render_packed(table: Packed) -> str:
-    """The text of a packed table, with one line for each module."""
-    return "{\n" + ",\n".join(f'  "{module}": {json.dumps(table[module])}' for module in sorted(table)) + "\n }"
-
-
-def render_files(table: KnownFiles) -> str:
-    """The text of the table, with one line for each file, so that a diff shows the files of a new release."""
-    modules = []
-    for module, digests in sorted(table.items()):
-        lines = (f'  "{digest}": {json.dumps(bodies, sort_keys=True)}' for digest, bodies in sorted(digests.items()))
-        modules.append(f'"{module}": {{\n' + ",\n".join(lines) + "\n}")
-    return "{\n" + ",\n".join(modules) + "\n}\n"

@@ -1,14 +1,13 @@
-"""The variants of all patches on all supported releases and commits: data, a table, and pins that disagree."""
+"""The variants of all patches on all supported releases and commits: data, text, and pins that disagree."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shim._matrix.model import UPSTREAM, Matrix
-from shim._printing.markdown import plain
 
-__all__ = ["stale", "support", "support_table", "support_text"]
+__all__ = ["stale", "support", "support_text"]
 
 
 def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
@@ -24,30 +23,6 @@ def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
 
 def _patches(matrix: Matrix, distribution: str) -> list[str]:
     return [id for id, entry in matrix.patches.items() if entry.distribution == distribution]
-
-
-def support_table(matrix: Matrix) -> str:
-    """Markdown tables: patches down, releases across, and then commits across.
-
-    Releases with equal columns share one.
-    """
-    tables: list[str] = []
-    for distribution, rows in support(matrix).items():
-        columns: list[tuple[str, str, Mapping[str, str]]] = []
-        for release in matrix.supported.get(distribution, ()):
-            if columns and columns[-1][2] == rows[release]:
-                columns[-1] = (columns[-1][0], release, rows[release])
-            else:
-                columns.append((release, release, rows[release]))
-        heads = [first if first == last else f"{first} - {last}" for first, last, _ in columns]
-        ids = _patches(matrix, distribution)
-        if columns:
-            tables.append(_table(distribution, ids, heads, [row for _, _, row in columns]))
-        commits = matrix.commits.get(distribution, {})
-        if commits:
-            heads = [f"{commit.name}: {commit.of}, {commit.date}" for commit in commits.values()]
-            tables.append(_table(f"{distribution} at commit", ids, heads, [rows[name] for name in commits]))
-    return "\n\n".join(tables)
 
 
 def support_text(matrix: Matrix) -> str:
@@ -73,12 +48,6 @@ def _places(matrix: Matrix, distribution: str, id: str, rows: Mapping[str, Mappi
         found.setdefault(rows[name][id], []).append(name)
     found.pop("-", None)
     return found
-
-
-def _table(corner: str, ids: Sequence[str], heads: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-    lines = [f"| {corner} | " + " | ".join(map(plain, heads)) + " |", "|---" * (len(heads) + 1) + "|"]
-    lines += [f"| {id} | " + " | ".join(column[id] for column in columns) + " |" for id in ids]
-    return "\n".join(lines)
 
 
 def stale(matrix: Matrix) -> list[str]:

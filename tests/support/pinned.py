@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from shim._matrix.load import read_content
-from shim._matrix.pins import render_pins
 from shim.maintenance.pin import measure, write
+from shim.maintenance.tables import render_pins
 
 
 def write_pins(matrix, tree, change=None):

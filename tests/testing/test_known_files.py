@@ -11,8 +11,9 @@ import pytest
 from shim._errors import SourceError
 from shim._matrix.load import load_matrix
 from shim._releases.fingerprint import fingerprint, split_target
-from shim._releases.known_files import known_files, known_value, measure_files, render_files
+from shim._releases.known_files import known_files, known_value, measure_files
 from shim._releases.sources import Sources
+from shim.maintenance.tables import render_files
 from shim.testing.patience import patience
 from shim.testing.releases import environment, fetch
 

@@ -11,13 +11,14 @@ from shim._errors import MatrixError, NotMetError
 from shim._matrix.compiled import read_compiled, render_compiled
 from shim._matrix.declared import UPSTREAM
 from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path, read_pins, recorded_pins, render_pins
+from shim._matrix.pins import lock_path, read_pins
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.evidence import RIGHT
 from shim._tools.listing import listed
-from shim._tools.support import stale, support, support_table
+from shim._tools.support import stale, support
 from shim.maintenance.pin import measure
 from shim.maintenance.pin_all import measure_all, write_all
+from shim.maintenance.tables import recorded_pins, render_pins, support_table
 
 MAIN = "1234567890" + "a" * 30  # of digits alone, its name is a version to packaging
 DEV = "5e00000000" + "b" * 30

@@ -21,11 +21,10 @@ from shim._releases.known_files import (
     _files_of_trees,
     known_trees,
     known_value,
-    packed,
-    render_packed,
     unpacked,
 )
 from shim.maintenance.known_trees import is_stale, main, render_trees, with_tree
+from shim.maintenance.tables import packed, render_packed
 
 EMPTY = {"trees": {}, "patches": {}, "files": {}}
 MATRIX = load_matrix()

@@ -10,9 +10,10 @@ from unit_helpers import MATRIX, SOURCES, megatron
 
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix, matrix_path
-from shim._matrix.pins import lock_path, render_pins
+from shim._matrix.pins import lock_path
 from shim._tools.support import stale
 from shim.maintenance.pin import measure, write
+from shim.maintenance.tables import render_pins
 from shim.testing import cells
 
 
