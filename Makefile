@@ -70,9 +70,9 @@ helpers: env  ## shim.testing, shim.ops, and the engine with torch
 # The newest torch of the axis, if `make environments` has made it here; else a line says that it is skipped.
 OTHER := --torch 2.14.1 --python 3.11 --if-made
 other-torch: env  ## private names of torch, and layouts and operators, with another torch if it is at hand
-	$(BIN)/python -m shim.testing.cells $(OTHER) --releases torch -- -q -p no:warnings -p no:cacheprovider \
+	$(BIN)/python -m shim.maintenance.other_torch $(OTHER) --releases torch -- -q -p no:warnings -p no:cacheprovider \
 		tests/testing/test_torch_names.py tests/testing/test_layout.py tests/ops/test_packed_roll.py tests/ops/test_packing.py
-	$(BIN)/python -m shim.testing.cells $(OTHER) --releases 0.16.1 -- -q -p no:warnings -p no:cacheprovider \
+	$(BIN)/python -m shim.maintenance.other_torch $(OTHER) --releases 0.16.1 -- -q -p no:warnings -p no:cacheprovider \
 		tests/cells/test_rope_fusion.py tests/cells/test_frozen_recompute.py
 
 environments: env  ## tests and proofs with torch 2.6.0, 2.9.1, 2.12.1 and 2.14.1, for docs/environments.md; some GB, two hours

@@ -26,7 +26,7 @@ from pathlib import Path
 import extension
 import fatbin
 
-from shim.testing.environments import Environment, made
+from shim.maintenance.other_torch import Environment, made
 from shim.testing.releases import cache_dir, fetch
 
 HERE = Path(__file__).resolve().parent

@@ -17,10 +17,10 @@ from typing import Any
 
 from shim._matrix.load import PACKAGE, load_matrix
 from shim.testing.cells import TORCH_ALONE, outcomes_of
-from shim.testing.environments import Environment, made, needs
 from shim.testing.releases import cache_dir, environment, fetch
 
 from .docs_environments import RECORD, read_record
+from .other_torch import Environment, made, needs
 from .proof_results import read_proved
 
 __all__ = ["AXIS", "main", "proofs_of", "recorded_proofs", "tests_of"]

@@ -3,9 +3,6 @@
 The name of a cell says what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" adds a TE release (its
 Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone. A commit of the matrix takes the
 place of a release: "d98e8a64dd", "d98e8a64dd+2.20.2". "torch" is a cell with neither, for tests that need torch alone.
-
-`--torch 2.9.1 --python 3.12` runs them with that torch on that Python, in an environment that is made and kept in the
-cache (see `shim.testing.environments`). It has what `--requirements` names, by default this environment's own file.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from shim._matrix.declared import MAIN as _MAIN
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 
-from .environments import Environment, is_at_hand, made, needs, source_tree
 from .releases import RELEASES, FetchError, at_hand, cache_dir, environment, fetch
 
 __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "MAIN", "run_cells"]
@@ -82,8 +78,6 @@ ALL_PAIRS = tuple(
 )
 
 TORCH_ALONE = "torch"  # the name of a cell without releases
-_REQUIREMENTS = Path("tests/requirements.txt")  # of the source tree, or of the working directory
-_THIS_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 _TAIL = 40  # lines of a failing cell's log that are printed
 _COLUMNS = "240"  # of pytest's output: in 80, its summary has no place for the reasons
@@ -220,8 +214,17 @@ def _seconds(log: Path) -> float:
     return float(found[1]) if found else 0.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """python -m shim.testing.cells [--releases A,B | --all | --everyday | --all-pairs | ...] -- <pytest args>"""
+def source_tree() -> Path | None:
+    """The tree that shim is imported from; None if that is an installation."""
+    tree = Path(__file__).parents[2]
+    return tree if (tree / "pyproject.toml").is_file() and (tree / "patches").is_dir() else None
+
+
+def main(argv: Sequence[str] | None = None, python: Path | None = None) -> int:
+    """python -m shim.testing.cells [--releases A,B | --all | --everyday | --all-pairs | ...] -- <pytest args>
+
+    python: the interpreter of another environment.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, pytest_args = arguments, []
     if "--" in arguments:
@@ -234,10 +237,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.add_argument("--everyday", action="store_true", help="one release per set of bodies (the default)")
     chosen.add_argument("--all-pairs", action="store_true", help="with Transformer Engine, around each of its turns")
     chosen.add_argument("--everyday-pairs", action="store_true", help="with Transformer Engine, a few pairs")
-    parser.add_argument("--torch", metavar="VERSION", help="with this torch, in an environment that pip makes")
-    parser.add_argument("--python", metavar="VERSION", help=f"on this Python, with --torch (default {_THIS_PYTHON})")
-    parser.add_argument("--requirements", type=Path, metavar="FILE", help=f"for --torch (default {_REQUIREMENTS})")
-    parser.add_argument("--if-made", action="store_true", help="with --torch: only say so if that is not made yet")
     parser.add_argument("--jobs", type=int, default=2, help="cells at once (default 2)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="the directory for logs")
     options = parser.parse_args(own)
@@ -255,27 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = EVERYDAY_PAIRS
     elif options.releases:
         cells = [cell.strip() for cell in options.releases.split(",")]
-    if options.torch is None:
-        if options.python or options.requirements or options.if_made:
-            parser.error("--python, --requirements and --if-made need --torch")
-        return run_cells(cells, pytest_args, options.jobs, options.logs)
-    return _with_torch(Environment(options.torch, options.python or _THIS_PYTHON), options, cells, pytest_args)
-
-
-def _with_torch(
-    chosen: Environment, options: argparse.Namespace, cells: Sequence[str], pytest_args: Sequence[str]
-) -> int:
-    if options.if_made and not is_at_hand(chosen):
-        print(f"skipped: {chosen} (make environments makes it, with some GB)", flush=True)
-        return 0
-    file = options.requirements or (source_tree() or Path()) / _REQUIREMENTS
-    try:
-        python = made(chosen, needs(file))
-    except (FetchError, OSError) as error:
-        print(error, flush=True)
-        return 1
-    print(f"{chosen}:", flush=True)
-    return run_cells(cells, pytest_args, options.jobs, options.logs or cache_dir() / "logs" / chosen.name, python)
+    return run_cells(cells, pytest_args, options.jobs, options.logs, python)
 
 
 if __name__ == "__main__":

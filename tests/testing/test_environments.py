@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shim.maintenance import other_torch
 from shim.maintenance.environments import AXIS
-from shim.testing import cells, environments
-from shim.testing.environments import Environment, interpreter, is_at_hand, made, needs, source_tree
+from shim.maintenance.other_torch import Environment, interpreter, is_at_hand, made, needs
+from shim.testing.cells import source_tree
 from shim.testing.releases import FetchError
 
 TREE = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def pip(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, bool(failed), "", failed)
 
     run.says, run.calls = "", calls
-    monkeypatch.setattr(environments.subprocess, "run", run)
+    monkeypatch.setattr(other_torch.subprocess, "run", run)
     return run
 
 
@@ -110,21 +111,15 @@ def test_cells_run_in_the_environment_with_shim_from_its_tree(pip, tmp_path, cap
     file.write_text(CELL.replace("TREE", repr(str(TREE))))
     requirements.write_text("torch\npytest\n")
     asked = ["--torch", "2.9.1", "--python", HERE, "--releases", "torch", "--requirements", str(requirements)]
-    assert cells.main([*asked, "--if-made", "--", "-q", str(file)]) == 0
+    assert other_torch.main([*asked, "--if-made", "--", "-q", str(file)]) == 0
     assert "skipped: torch 2.9.1 on Python" in capsys.readouterr().out
-    assert cells.main([*asked, "--", "-q", "-p", "no:cacheprovider", str(file)]) == 0
+    assert other_torch.main([*asked, "--", "-q", "-p", "no:cacheprovider", str(file)]) == 0
     out = capsys.readouterr().out
     assert f"torch 2.9.1 on Python {HERE}:" in out and "torch          passed          1 cases" in out
     assert (tmp_path / "cache" / "logs" / OLD.name / "torch.log").exists()
 
 
-def test_a_python_without_torch_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        cells.main(["--python", "3.12", "--", "-q"])
-    assert "need --torch" in capsys.readouterr().err
-
-
 def test_an_environment_that_cannot_be_made_fails(pip, capsys):
     pip.says = "ERROR: no matching distribution"
-    assert cells.main(["--torch", "2.9.1", "--releases", "torch", "--", "-q"]) == 1
+    assert other_torch.main(["--torch", "2.9.1", "--releases", "torch", "--", "-q"]) == 1
     assert "no matching distribution" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Environments with another torch on another Python: made once with pip, and kept in the cache.
+"""Environments with another torch on another Python, made once with pip and kept in the cache; and cells in them:
+
+    python -m shim.maintenance.other_torch --torch 2.9.1 --python 3.12 --releases 0.18.2 -- -q tests
 
 Each is a virtual environment of some GB, because the builds of torch on the package index are for CUDA. They also run
 on a CPU. Any number of source trees share one: shim is not installed in it, its tree is put on PYTHONPATH.
@@ -6,21 +8,27 @@ on a CPU. Any number of source trees share one: shim is not installed in it, its
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
-from .releases import FetchError, cache_dir
+from shim.testing import cells
+from shim.testing.releases import FetchError, cache_dir
 
-__all__ = ["Environment", "interpreter", "is_at_hand", "made", "needs", "source_tree"]
+__all__ = ["Environment", "interpreter", "is_at_hand", "main", "made", "needs"]
+
+_REQUIREMENTS = Path(__file__).parents[1] / "tests" / "requirements.txt"
+_THIS_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 # Written last, with the requirements that were installed.
 _COMPLETE = ".complete"
@@ -52,12 +60,6 @@ def needs(requirements: Path) -> list[str]:
     """The lines of a file of requirements, without torch and triton, which an environment has in other versions."""
     lines = [line.partition("#")[0].strip() for line in requirements.read_text("utf-8").splitlines()]
     return [line for line in lines if line and not _OF_TORCH.fullmatch(line)]
-
-
-def source_tree() -> Path | None:
-    """The tree that shim is imported from; None if that is an installation."""
-    tree = Path(__file__).parents[2]
-    return tree if (tree / "pyproject.toml").is_file() and (tree / "patches").is_dir() else None
 
 
 def interpreter(python: str) -> Path | None:
@@ -134,3 +136,30 @@ def _run(command: Sequence[str], environment: Environment) -> None:
             f"could not make the environment of {environment}:\n{said}\n"
             f"Check the network, and a constraint on torch in pip's settings (python -m pip config list)."
         )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """As `python -m shim.testing.cells`, with --torch."""
+    parser = argparse.ArgumentParser(prog="python -m shim.maintenance.other_torch", description=__doc__)
+    parser.add_argument("--torch", metavar="VERSION", required=True, help="this torch")
+    parser.add_argument("--python", metavar="VERSION", default=_THIS_PYTHON, help="this Python (default: this one)")
+    parser.add_argument("--requirements", type=Path, metavar="FILE", default=_REQUIREMENTS, help="what else it has")
+    parser.add_argument("--if-made", action="store_true", help="only say so if the environment is not made yet")
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    options, rest = parser.parse_known_args(given[:split])
+    chosen = Environment(options.torch, options.python)
+    if options.if_made and not is_at_hand(chosen):
+        print(f"skipped: {chosen} (make environments makes it, with some GB)", flush=True)
+        return 0
+    try:
+        python = made(chosen, needs(options.requirements))
+    except (FetchError, OSError) as error:
+        print(error, flush=True)
+        return 1
+    print(f"{chosen}:", flush=True)
+    return cells.main(["--logs", str(cache_dir() / "logs" / chosen.name), *rest, *given[split:]], python)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
