@@ -82,12 +82,17 @@ def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
 
 def _decorator_of(wrapper: types.FunctionType) -> str:
     """The module of the decorator that made a wrapper. For contextlib's, that of the context manager."""
-    made_in = str(wrapper.__globals__.get("__name__", ""))
+    made_in = _made_in(wrapper)
     if made_in == "contextlib":
         held = [cell.cell_contents for cell in wrapper.__closure__ or ()]
         managers = [value for value in held if is_kind(value, contextlib.ContextDecorator)]
         made_in = next((str(getattr(manager, "func", manager).__module__) for manager in managers), made_in)
     return made_in
+
+
+def _made_in(value: Any) -> str:
+    """The module that has the code of a function, or else defines the type of an object."""
+    return str(value.__globals__.get("__name__", "")) if is_kind(value, types.FunctionType) else type(value).__module__
 
 
 def _is_of_file(function: types.FunctionType, path: str) -> bool:
@@ -120,7 +125,7 @@ def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
             if not isinstance(name, ast.Name) or name.id not in namespace:
                 return True
             packages.update(map(_package, _homes_of(namespace[name.id])))
-    made_in = value.__globals__.get("__name__", "") if is_kind(value, types.FunctionType) else type(value).__module__
+    made_in = _decorator_of(value) if is_kind(value, types.FunctionType) else _made_in(value)
     return _package(made_in) in packages
 
 
@@ -189,16 +194,19 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     """The foreign object on `target`, in words; "" if the object is upstream's own or its origin is unknown."""
     if _is_its_own(target, value, sources) is not False:
         return ""
-    return describe(value.fget if is_kind(value, property) else value)
+    value = value.fget if is_kind(value, property) else value
+    # Not contextlib's or upstream's wrapper around it.
+    passed = ("contextlib", _package(target.partition(":")[0]))
+    return describe(next((layer for layer in _layers(value) if _package(_made_in(layer)) not in passed), value))
 
 
 def _is_its_own(target: str, value: Any, sources: Sources) -> bool | None:
     """Whether an object is what upstream defines as `target`. None if its origin is unknown.
 
     A function or property is upstream's own if its code is in the file and at the lines of the target's definition. If
-    the definition has decorators, the wrapped functions are compared, and the outermost object must be from upstream's
-    package or from a decorator's. A name that a module imports from another is looked up there. The origin of what a
-    module computes is unknown.
+    the definition has decorators, the wrapped functions are compared, and each object around upstream's must be from
+    upstream's package or from a decorator's. A name that a module imports from another is looked up there. The origin
+    of what a module computes is unknown.
     """
     module, qualname = split_target(target)
     try:
@@ -222,10 +230,11 @@ def _is_its_own(target: str, value: Any, sources: Sources) -> bool | None:
     if not decorated:
         return _is_from(value, path, found)
     layers = list(_layers(value))
-    if not _may_come_of(value, module, found):
-        return False
-    if any(_is_from(layer, path, found) for layer in layers):
-        return True
+    for layer in layers:
+        if _is_from(layer, path, found):
+            return True
+        if not _may_come_of(layer, module, found):
+            return False
     # An object that hides the function it wraps has an unknown origin.
     return None if not is_kind(value, types.FunctionType) and len(layers) == 1 else False
 

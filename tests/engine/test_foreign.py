@@ -171,6 +171,56 @@ def test_a_context_manager_of_others_is_not_upstreams_decorator(world):
     assert theirs(3) == ("p", 6)
 
 
+DECORATED = """
+    import contextlib
+    import functools
+
+
+    @contextlib.contextmanager
+    def region():
+        yield
+
+
+    def traced():
+        def decorate(function):
+            @functools.wraps(function)
+            def inner(*args):
+                return function(*args)
+            return inner
+        return decorate
+
+
+    @{}()
+    def three(x):
+        return 3 * x
+"""
+
+
+@contextlib.contextmanager
+def their_region():
+    yield
+
+
+@pytest.mark.parametrize("own", ["region", "traced"])
+@pytest.mark.parametrize("around", ["theirs", "upstream's"])
+@pytest.mark.parametrize("kind", [lambda original: original, replacing])
+def test_a_decorator_around_a_function_that_upstream_decorates(world, own, around, kind):
+    """contextlib makes upstream's wrapper and theirs. What they replaced is told, whoever's decorator is around it."""
+    world.module("decorated", DECORATED.format(own))
+    world.patch("p", [CORE + "decorated:three"])
+    decorator = their_region if around == "theirs" else world.get(f"decorated:{own}")
+    foreign = decorator()(kind(world.get("decorated:three")))
+    world.set("decorated:three", foreign)
+    found = shim.apply()["p"]
+    if kind is replacing:
+        assert (found.state, world.get("decorated:three")(2)) == ("conflict", "replaced"), found
+        assert "test_foreign.py" in found.reason
+    else:
+        assert (found.state, world.get("decorated:three")(2)) == ("applied", ("p", 6)), found
+        # shim goes beneath theirs, and around what is upstream's.
+        assert (world.get("decorated:three") is foreign) is (around == "theirs")
+
+
 @pytest.mark.parametrize("first", ["shim", "they"])
 @pytest.mark.parametrize("on", [False, True])
 def test_a_patch_that_is_switched_off_is_in_conflict_with_nobody(world, first, on):
