@@ -22,11 +22,15 @@ _HYDRAS_OWN = ("config_name", "config_path")
 
 @dataclass
 class Reading:
-    """What the files say together. own: the settings that the named files hold themselves, for the notes."""
+    """What the files say together.
+
+    own: the settings that the named files hold themselves, for the notes. texts: all that these files hold.
+    """
 
     runs: list[Tree] = field(default_factory=list)
     own: list[Tree] = field(default_factory=list)
     programs: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
 
 def read_all(paths: Sequence[str], search: Search, trainers: Sequence[Trainer]) -> Reading:
@@ -46,6 +50,7 @@ def read_all(paths: Sequence[str], search: Search, trainers: Sequence[Trainer]) 
 
 def _read(file: Path, search: Search, found: Reading, trainers: Sequence[Trainer]) -> Iterator[Tree]:
     text = search.text_of(file)
+    found.texts.append(text)
     if file.suffix in (".yaml", ".yml", ".json"):
         yield from _of_yaml(file, text, search, found)
         return

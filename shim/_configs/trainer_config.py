@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shim._configs.files import Search
-from shim._configs.reading import read_all
+from shim._configs.reading import Reading, read_all
 from shim._configs.settings import Table
 from shim._configs.trainers import (
     Trainer,
@@ -22,6 +22,7 @@ from shim._configs.trainers import (
     model_config,
     ms_swift,
     nemo_rl,
+    rlinf,
     roll,
     skyrl,
     slime,
@@ -35,7 +36,20 @@ from shim._matrix.concerns import UNSAID, WORDS, Run
 __all__ = ["TRAINERS", "run_of_configs", "words_of_configs"]
 
 # Of two that fit as well, the first.
-_MODULES = (verl, nemo_rl, skyrl, areal, roll, miles, slime, ms_swift, llama_factory, megatron_bridge, megatron_lm)
+_MODULES = (
+    verl,
+    nemo_rl,
+    skyrl,
+    areal,
+    roll,
+    rlinf,
+    miles,
+    slime,
+    ms_swift,
+    llama_factory,
+    megatron_bridge,
+    megatron_lm,
+)
 TRAINERS: tuple[Trainer, ...] = (*(module.TRAINER for module in _MODULES), model_config.TRAINER)
 
 
@@ -57,7 +71,7 @@ def run_of_configs(
     search = Search(tuple(Path(folder) for folder in folders), asked)
     reading = read_all(paths, search, TRAINERS)
     settings = [setting for tree in reading.runs for setting in flattened(resolved(tree))]
-    trainer = _trainer_of(settings, reading.programs)
+    trainer = _trainer_of(settings, reading)
     table = _with_model(trainer, settings)
     return Verdict(trainer, table, settings, reading, search, " and ".join(paths)).run(te_is_installed, words)
 
@@ -74,17 +88,21 @@ def words_of_configs(paths: Sequence[str], words: str | None, asked: str) -> tup
     return tuple(may) or ("any",), (f"{first}; counted too, as not known: {', '.join(unknown) or 'none'}", *run.notes)
 
 
-def _trainer_of(settings: Sequence[Setting], programs: Sequence[str]) -> Trainer:
-    """The trainer whose marks most of the settings bear."""
+def _trainer_of(settings: Sequence[Setting], reading: Reading) -> Trainer:
+    """The trainer whose marks most of the settings bear, or the fork of it that the files name."""
     paths = {"." + ".".join(keys) + "." for keys, _ in settings}
-    commands = " ".join(programs).lower()
+    commands = " ".join(reading.programs).lower()
 
     def likeness(trainer: Trainer) -> int:
         marks = sum(all(any(f".{one}." in p for p in paths) for one in mark.split(" & ")) for mark in trainer.marks)
         return marks + 2 * sum(bool(re.search(rf"(?<![a-z0-9]){re.escape(p)}", commands)) for p in trainer.programs)
 
     best = max(TRAINERS, key=likeness)
-    return best if likeness(best) else Trainer("")
+    if not likeness(best):
+        return Trainer("")
+    text = " ".join(reading.texts).lower()
+    named = [fork for fork in TRAINERS if fork.fork_of == best.name and re.search(rf"(?<![a-z]){fork.name}", text)]
+    return named[0] if named else best
 
 
 def _with_model(trainer: Trainer, settings: Sequence[Setting]) -> Table:

@@ -464,6 +464,25 @@ PRINTS = 'LINE="$(python3 "${ROOT}/utils/model_args_utils.py" "MODEL")" || exit 
 PRINTS += "python3 train.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 2 --rollout-batch-size 8\n"
 
 
+OF_BOTH = "--hf-checkpoint m --rollout-batch-size 8 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "trainer"),
+    [
+        ("pkill -9 slime", "slime"),
+        ("echo smiles", "slime"),
+        ('cd "${MILES_ROOT}"', "miles"),
+        ("# --wandb-project miles-dev", "miles"),
+    ],
+)
+def test_a_script_of_a_fork_is_told_by_its_name(tmp_path, line, trainer):
+    """With slime's arguments. miles has the distributed optimizer only with some optimizers."""
+    run = run_of(tmp_path, f"{line}\npython3 train.py {OF_BOTH}", name="run.sh")
+    assert f"as those of {trainer};" in notes_of(run)
+    assert run.facts.get("distributed-optimizer") is (True if trainer == "slime" else None)
+
+
 @pytest.mark.parametrize("model", ["large", "variant"])
 def test_arguments_that_a_function_of_python_returns_are_read_and_not_run(tmp_path, model):
     models = tmp_path / "scripts/models"

@@ -19,6 +19,7 @@ class Trainer:
 
     marks: settings, or ends of sections with settings, by any of which its files are known.
     programs: words in a command, by any of which its scripts are known.
+    fork_of: the trainer whose marks it has. Of a file with these it is the trainer if the file has its name.
     settings: the conditions of each word, instead of those of megatron-core.
     left_out: sections of engines that generate, and of other backends.
     engines: keys of a section that name its engine. The section counts if the value has "megatron" in it.
@@ -33,6 +34,7 @@ class Trainer:
     name: str
     marks: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    fork_of: str = ""
     settings: Table = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """slime: megatron-core's arguments in a script, with its own beside them. It trains packed rows.
 
-miles, a fork of it, has the arguments for LoRA, too, and its scripts can often not be told from those of slime.
+miles, a fork of it, has the arguments for LoRA, too. Only its name tells most of its scripts from those of slime.
 """
 
 from shim._configs.settings import MEGATRON
