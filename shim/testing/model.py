@@ -368,16 +368,22 @@ class _Adapter(nn.Module):
     """Low-rank update of a column- or row-parallel linear layer, sharded as the layer is.
 
     The weight `down` of a column-parallel layer and the weight `up` of a row-parallel layer are replicated. The other
-    weights are sharded. Under sequence parallelism a replicated weight sees only this rank's tokens.
+    weights are sharded. Under sequence parallelism a replicated weight sees only this rank's tokens. A layer of an
+    expert, which no other rank has a part of, gets its tokens from a dispatcher, so that its adapter sends nothing.
     """
 
     def __init__(self, linear: Any, rank: int, column: bool) -> None:
         super().__init__()
         out_features, in_features = linear.weight.shape
         self.column = column
-        self.sequence_parallel = linear.config.sequence_parallel
+        self.of_expert = getattr(linear, "is_expert", False)
+        self.sequence_parallel = linear.config.sequence_parallel and not self.of_expert
         self.down = nn.Parameter(linear.weight.new_empty(rank, in_features))
         self.up = nn.Parameter(linear.weight.new_empty(out_features, rank))
+        if self.of_expert:
+            for weight in (self.down, self.up):
+                weight.allreduce = getattr(linear.weight, "allreduce", True)  # type: ignore[attr-defined]
+            return
         sharded: Any = self.up if column else self.down
         replicated: Any = self.down if column else self.up
         sharded.tensor_model_parallel = True
@@ -390,6 +396,8 @@ class _Adapter(nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         low = nn.functional.linear(hidden, self.down).contiguous()
+        if self.of_expert:
+            return nn.functional.linear(low, self.up)
         if self.column:
             enter = mappings.copy_to_tensor_model_parallel_region
             if self.sequence_parallel:
@@ -413,6 +421,7 @@ def add_lora(model: nn.Module, rank: int = 4, seed: int = 11) -> list[nn.Paramet
 
     The adapters go to the attention and MLP projections of decoder and MTP layers. Existing names do not change (an
     adapter is the submodule `lora` of its layer). Both factors start non-zero, so that every factor gets a gradient.
+    Experts get adapters too, unless tensor parallelism cuts them (ValueError).
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -421,6 +430,8 @@ def add_lora(model: nn.Module, rank: int = 4, seed: int = 11) -> list[nn.Paramet
         weight.requires_grad_(False)
     for name, linear in list(model.named_modules()):
         if name.rpartition(".")[2] in _ADAPTED:
+            if getattr(linear, "is_expert", False) and parallel_state.get_expert_tensor_parallel_world_size() > 1:
+                raise ValueError(f"{name} has a part of an expert, which add_lora cannot adapt: use etp=1")
             linear.lora = _Adapter(linear, rank, isinstance(linear, ColumnParallelLinear))
             linear.register_forward_hook(_add_update)
     tp_size = parallel_state.get_tensor_model_parallel_world_size()

@@ -7,6 +7,7 @@ A seed draws the options (tests/support/drawn_steps.py).
 """
 
 import os
+from dataclasses import replace
 
 import drawn_steps
 import drawn_towers
@@ -102,6 +103,28 @@ PACKED = drawn_steps.Step(
 def test_a_packed_row_with_both_losses_of_a_router(ranks):
     """z-loss-padding gets the tokens of all ranks by the message of packed-seq-aux-loss."""
     check(PACKED, ranks, "")
+
+
+# Experts of two ranks have adapters, and DDP sums the gradients of each bucket as soon as it has them.
+WITHOUT_LOSSES = {name: value for name, value in PACKED.options.items() if not name.endswith("_coeff")}
+ADAPTED = replace(
+    PACKED,
+    layout=testing.Layout(ep=2),
+    options=WITHOUT_LOSSES | {"moe_router_load_balancing_type": "none"},
+    rows=(((3, 8),), ((5,),)),
+    masked=False,
+    frozen="lora",
+    ddp={"overlap_grad_reduce": True, "bucket_size": 2000},
+)
+
+
+def test_adapters_of_experts_on_two_ranks(ranks):
+    check(ADAPTED, ranks, "")
+
+
+def test_a_part_of_an_expert_gets_no_adapter(ranks):
+    with pytest.raises(testing.ranks.RankError, match=r"linear_fc1 has a part of an expert"):
+        ranks[2].run(whole_steps.found, replace(ADAPTED, layout=testing.Layout(tp=2, sequence_parallel=True)))
 
 
 # A tower that is trained beside a language model that computes its layers anew. A row with two images, one, and none.

@@ -5,16 +5,13 @@ router takes over a whole row needs rows of one sequence, for instance; the rule
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from drawn_more import KNOWN, VERSION, with_more
 
-from shim import testing
 from shim.testing import Layout
 
-VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-KNOWN = TransformerConfig.__dataclass_fields__
 KINDS = ("dense", "moe", "moe", "mla", "mla moe", "hybrid", "hybrid moe", "mamba", "delta")
 # Up to 0.16 hybrid models take no loss mask.
 LATER = {"hybrid": (0, 17), "hybrid moe": (0, 17), "mamba": (0, 17), "delta": (0, 16)}
@@ -50,7 +47,8 @@ class Step:
     data-parallel rank and microbatch the lengths of the sequences in its row. packed: whether the rows have offsets.
     align, total: their padding, as of `testing.pack`. masked: whether routers get a padding mask. prompts: whether a
     loss mask leaves out a part of the sequences. frozen: which weights are not trained, "" for none. optimizer: "" for
-    a step that ends with gradients.
+    a step that ends with gradients. descent: its rule. clip: the norm to which it clips gradients, 0 for none. ddp: how
+    gradients are summed, for the config of DDP.
     """
 
     seed: int
@@ -66,11 +64,16 @@ class Step:
     prompts: bool
     frozen: str
     optimizer: str
+    descent: str = "adam"
+    clip: float = 0.0
+    ddp: dict = field(default_factory=dict)
 
     def __str__(self):
         said = [self.kind, str(self.layout), f"{self.world} ranks", f"rows {self.rows} of {self.total} tokens"]
         said += [word for word in ("packed", "masked", "prompts") if getattr(self, word)]
-        said += [f"{word}: {getattr(self, word)}" for word in ("frozen", "optimizer") if getattr(self, word)]
+        words = ("frozen", "optimizer", "clip", "ddp")
+        said += [f"{word}: {getattr(self, word)}" for word in words if getattr(self, word)]
+        said += [self.descent] if self.optimizer else []
         sizes = MLA | DELTA | MAMBA
         said += [f"{name}={value}" for name, value in self.options.items() if name not in sizes or sizes[name] != value]
         return ", ".join(said)
@@ -134,7 +137,8 @@ def draw(seed):
         frozen = "half"
     align = 2 * layout.cp * (layout.tp if layout.sequence_parallel else 1)
     prompts = choose.random() < 0.5
-    return Step(seed, kind, layout, world, options, rows, packed, align, total, masked, prompts, frozen, optimizer)
+    step = Step(seed, kind, layout, world, options, rows, packed, align, total, masked, prompts, frozen, optimizer)
+    return with_more(random.Random(f"more {seed}"), step)
 
 
 def _lengths(choose, packed):
