@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ CELLS = {"0.12.0": "all", "0.14.0": "first", "0.18.2": "first", "0.19.2": "first
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CP = testing.Layout(cp=2)
+PAGE = Path(__file__).parents[2] / "docs/log-probabilities.md"
 WHOLE = "so a call makes its logits as a whole"
 
 
@@ -65,11 +68,12 @@ def test_bf16():
     assert off_by(found, stock) < 3e-2 and error < 1.2 * of_stock
 
 
-def counted_step(monkeypatch):
+def counted_step(monkeypatch, depths=1, **options):
     """The most bytes of a step on 32,768 tokens with a vocabulary of 151,936, by tensors that have no memory."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # there is one rank
     sizes = {"vocab_size": 151936, "max_sequence_length": 1024, "num_attention_heads": 1, "num_query_groups": 1}
-    model = build(1, True, position_embedding_type="none", **sizes).to("meta")
+    model = build(depths, True, position_embedding_type="none", **sizes, **options).to(options.get("params_dtype"))
+    model = model.to("meta")
     rows = torch.empty(32, 1024, dtype=torch.int64, device="meta")
     with testing.Footprint() as footprint:
         model(rows, rows, None, labels=rows).mean().backward()
@@ -85,6 +89,21 @@ def test_peak_of_a_real_step_is_at_most_15_percent_of_stock(monkeypatch):
     with patched():
         found = counted_step(monkeypatch)
     assert stock > 2 * logits and found < 0.05 * stock  # 0.15 of the logits alone is asked for, and they are most of it
+
+
+@on_one_rank
+@pytest.mark.once
+@pytest.mark.skipif(not testing.release().startswith("0.18."), reason="the page has numbers of 0.18.2")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("depths", [None, 1])
+def test_the_page_has_the_peaks_of_a_step(monkeypatch, dtype, depths):
+    row = dtype + (", one depth of multi-token prediction" if depths else "")
+    told = re.search(rf"^\| {row} \| (\S+) \| (\S+) \|$", PAGE.read_text("utf-8"), re.MULTILINE).groups()
+    options = {"hidden_size": 64} | ({"bf16": True, "params_dtype": torch.bfloat16} if dtype == "bf16" else {})
+    stock = counted_step(monkeypatch, depths, **options)
+    with patched():
+        found = counted_step(monkeypatch, depths, **options)
+    assert told == tuple(f"{peak / 1e9:.1f}" for peak in (stock, found))
 
 
 def compared(layout, depths, tied, options):
