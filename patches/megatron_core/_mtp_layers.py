@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
 def has_layout(config: Any) -> bool:
-    """Whether layers have a free layout over pipeline stages (0.16 and later): any stage may have MTP layers."""
+    """Whether layers have a free layout over pipeline stages. From 0.16 on any stage may have MTP layers."""
     return getattr(config, "pipeline_model_parallel_layout", None) is not None
 
 
@@ -16,6 +17,8 @@ def layers_on_earlier_stages(config: Any, vp_stage: int | None) -> int:
         return 0
     from megatron.core.transformer.multi_token_prediction import get_mtp_layer_offset
 
+    if "vp_stage" not in inspect.signature(get_mtp_layer_offset).parameters:  # up to 0.15 all are on the last stage
+        return 0
     return get_mtp_layer_offset(config, vp_stage)
 
 
