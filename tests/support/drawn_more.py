@@ -40,18 +40,26 @@ def _attention(choose, step):
     step.options["own_attention"] = True
     if "window_attn_skip_freq" in KNOWN and choose.random() < 0.5:  # before, windows need Transformer Engine
         step.options["window_size"] = (choose.choice([2, 5]), 0)
-        step.options["window_attn_skip_freq"] = choose.choice([None, 2])
+        skipped = choose.choice([None, 2])
+        step.options["window_attn_skip_freq"] = None if _counts_by_stage(step) else skipped
     if "softmax_type" in KNOWN and choose.random() < 0.5:
         step.options["softmax_type"] = choose.choice(["off-by-one", "learnable"])
+
+
+def _counts_by_stage(step):
+    """Whether the number of a layer of multi-token prediction depends on the layout (docs/left.md)."""
+    return VERSION < (0, 16) and step.layout.pp > 1 and step.options.get("mtp_num_layers")
 
 
 def _layers(choose, step):
     options, layout = step.options, step.layout
     depths = options.get("mtp_num_layers") or 0
+    has_positions = step.kind in PLAIN_GPT and "no_rope_freq" in KNOWN and not _counts_by_stage(step)
+    has_layout = "pipeline_model_parallel_layout" in KNOWN and (VERSION >= (0, 14) or not depths)
     way = choose.choice(["", "", "first", "layout", "positions"])
     if way == "first" and layout.pp == 2 and layout.vp == 1:
         options |= {"num_layers": 3, "num_layers_in_first_pipeline_stage": choose.choice([1, 2])}
-    elif way == "layout" and layout.pp > 1 and layout.vp == 1 and "pipeline_model_parallel_layout" in KNOWN:
+    elif way == "layout" and layout.pp > 1 and layout.vp == 1 and has_layout:
         last = ["mtp"] * depths + ["loss"]
         stages = [["embedding", "decoder"], ["decoder", "decoder"]]
         if layout.pp == 4:
@@ -59,7 +67,7 @@ def _layers(choose, step):
         stages[-1] = stages[-1] + last
         options |= {"num_layers": 3, "pipeline_model_parallel_layout": stages}
     # Layers of multi-token prediction are counted from the first, too.
-    elif way == "positions" and step.kind in PLAIN_GPT and "no_rope_freq" in KNOWN and depths <= options["num_layers"]:
+    elif way == "positions" and has_positions and depths <= options["num_layers"]:
         options["no_rope_freq"] = [number % 2 for number in range(options["num_layers"])]
     if "moe" in step.kind and options["num_layers"] > 1 and not depths and choose.random() < 0.3:
         options["moe_layer_freq"] = [(number + 1) % 2 for number in range(options["num_layers"])]
