@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own finetune() of its recipes, stock and under `shim run`: losses of three steps.
+"""Megatron-Bridge's own finetune() of its recipes, stock and under `shim run`: losses and norms of three steps.
 
 Its data sets pack the rows and give the offsets of padding. Its provider, step, optimizer and checkpoints are real.
 """
@@ -15,44 +15,61 @@ TRAINERS = ["megatron-bridge==0.4.2"]
 CORE, TE = "0.17.1", "2.14.1"
 SCRIPT = Path(__file__).with_name("bridge_finetunes.py")
 FULL, LORA = "qwen.qwen2:qwen2_500m_sft_config", "qwen.qwen2:qwen2_500m_peft_config"
+EXPERTS = "qwen.qwen3_moe:qwen3_30b_a3b_sft_config"
 MTP = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
 CP = {"context_parallel_size": 2}
+TP_EP = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": True}
+ONE_RANK = dict.fromkeys((*TP_EP, "pipeline_model_parallel_size"), 1)
+ONE_RANK |= {"sequence_parallel": False, "calculate_per_token_loss": True}
+# What a recipe starts from, and what its model has beside.
+MODELS = {FULL: ("qwen2", MTP), LORA: ("qwen2", MTP), EXPERTS: ("qwen3_moe", ONE_RANK)}
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PADDED = {"dataset": {"packed_sequence_specs": {"pad_seq_to_mult": 8}}, "ddp": {"average_in_collective": False}}
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """A function of a recipe, options of the model, how and ranks: (loss, loss of MTP) of each step."""
+    """A function of a recipe, options of the model, how and ranks: its losses and norm of each step, as printed."""
     model = functools.cache(
-        lambda: commands.model("qwen2", tmp_path_factory.mktemp("models") / "qwen2", TRAINERS, CORE, TE)
+        lambda kind: commands.model(kind, tmp_path_factory.mktemp("models") / kind, TRAINERS, CORE, TE)
     )
 
     def run(what, recipe, options, how, ranks):
         where = tmp_path_factory.mktemp(what)
-        line = [*commands.torchrun(ranks), SCRIPT, what, recipe, model(), where, json.dumps(PADDED | options)]
+        kind, of_the_model = MODELS[recipe]
+        options = PADDED | options | {"model": of_the_model | options["model"]}
+        line = [*commands.torchrun(ranks), SCRIPT, what, recipe, model(kind), where, json.dumps(options)]
         said = commands.run(line, how, where, TRAINERS, CORE, TE, SHIM_TEST_OF_THE_TRAINER="bridge_on_cpu")
         return where, said
 
     @functools.cache
-    def checkpoint():
-        return {"pretrained_checkpoint": str(run("import", FULL, {"model": MTP}, "stock", 1)[0] / "checkpoint")}
+    def checkpoint(recipe):
+        return {"pretrained_checkpoint": str(run("import", recipe, {"model": {}}, "stock", 1)[0] / "checkpoint")}
 
     @functools.cache
     def told(recipe, options, how, ranks):
-        said = run("finetune", recipe, {"model": MTP | dict(options), "checkpoint": checkpoint()}, how, ranks)[1]
-        found = re.findall(r" lm loss: (\S+) \| mtp_1 loss: (\S+) ", said)
-        assert len(found) == 3, said[-3000:]
-        return [tuple(map(float, losses)) for losses in found]
+        starts_from = checkpoint(EXPERTS if recipe == EXPERTS else FULL)
+        said = run("finetune", recipe, {"model": dict(options), "checkpoint": starts_from}, how, ranks)[1]
+        lines = re.findall(r" lm loss: .*", said)
+        assert len(lines) == 3, said[-3000:]
+        return [tuple(map(float, re.findall(r" (?:loss|grad norm): (\S+) ", line))) for line in lines]
 
     return lambda recipe, options, how, ranks=1: told(recipe, tuple(options.items()), how, ranks)
 
 
-def test_two_ranks_of_context_parallelism_have_the_losses_of_one(steps):
-    """Stock takes the mean of multi-token prediction over each rank's own targets."""
-    truth = steps(FULL, {}, "stock")
-    assert commands.off(steps(FULL, CP, "shim run", 2), truth) < 1e-6
-    assert commands.off(steps(FULL, CP, "stock", 2), truth) > 1e-5
+@pytest.mark.parametrize(
+    "recipe, layout",
+    [
+        pytest.param(FULL, CP, id="CP 2"),
+        pytest.param(LORA, CP, id="LoRA, CP 2"),
+        pytest.param(EXPERTS, TP_EP, id="experts, TP 2, SP, EP 2"),
+    ],
+)
+def test_two_ranks_have_the_losses_of_one(steps, recipe, layout):
+    """Stock takes the mean of multi-token prediction over each rank's own targets, and balances experts otherwise."""
+    truth = steps(recipe, {}, "stock")
+    assert commands.off(steps(recipe, layout, "shim run", 2), truth) < 1e-6
+    assert commands.off(steps(recipe, layout, "stock", 2), truth) > 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, UNIFORM], ids=["kept", "recomputed"])
