@@ -540,11 +540,8 @@ class _Judge:
     def of(self, module: Any, owner: type, fixed: tuple[Any, ...]) -> list[Claim]:
         name = self.method.rpartition(".")[2]
         direct = self.method == self.target
-        bound = [
-            self.binder.chains[each].key for each in self.decision.targets if self.binder.bound(self.decision.id, each)
-        ]
         nearer = takewhile(lambda holder: holder is not owner, type(module).__mro__)
-        if direct and any((id(holder), name) in bound for holder in nearer):
+        if direct and any((id(holder), name) in self.bound for holder in nearer):
             return []  # the patch binds the method of a nearer class, too, and that target is judged
         below = fixed[0] if direct else unwrap(namespace_of(owner).get(name))
         found: list[Claim] = []
