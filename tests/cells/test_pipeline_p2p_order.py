@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 import shim
 from shim import testing
 from shim.patches.megatron_core._proof_pipelines import STEPS, losses_on_rank
+from shim.patches.megatron_core.pipeline_p2p_order import METHOD, bindings
 from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, EQUAL
 from shim.testing import Layout
 
@@ -134,3 +135,19 @@ def test_ring_exchange_gets_what_it_is_given():
                 p2p_communication._communicate_shapes(**given, recv_prev=False, recv_next=False, config=config)
     assert seen["tensor_send_next"].tolist() == [1, 2, 3]
     assert seen["tensor_send_prev"].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "ring", "swapped"), [((1, 1), False, True), ((1, 2), False, False), ((1, 1), True, False)]
+)
+def test_shapes_change_places_only_between_two_stages(neighbours, ring, swapped):
+    """With more of them each message has a rank of its own, and a ring exchange tells the sides apart."""
+
+    def upstreams(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        return tensor_send_next, tensor_send_prev
+
+    prev_rank, next_rank = neighbours
+    config = SimpleNamespace(use_ring_exchange_p2p=ring)
+    communicator = SimpleNamespace(prev_rank=prev_rank, next_rank=next_rank, config=config)
+    patched = bindings("v0_14", {})[METHOD](upstreams)
+    assert patched(communicator, "next", "prev", True, True) == (("prev", "next") if swapped else ("next", "prev"))

@@ -1,6 +1,7 @@
 """recompute-padding-mask: layers beside the recomputed ones train with the padding mask, and nothing else changes."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.recompute_padding_mask import CHECKPOINTED_FORWARD, bindings
 from shim.patches.megatron_core.recompute_padding_mask.proof import (
     FIRST_LAYER,
     error,
@@ -72,6 +74,20 @@ def test_what_stock_does_right_stays(mask, options):
         found = masks_of_layers(mask, **options)
     assert [number for number, _ in found] == [number for number, _ in expected]
     assert all((one is None) is (other is None is mask) for (_, one), (_, other) in zip(found, expected))
+
+
+@pytest.mark.parametrize(
+    "mask, method, itself", [(MASK, "block", False), (MASK, "uniform", True), (None, "block", True)]
+)
+def test_upstream_gets_a_view_of_the_block_only_where_layers_lack_the_mask(mask, method, itself):
+    """Where all layers get the mask, or there is none, the method runs on the model's own block."""
+
+    def upstreams(self, hidden_states, padding_mask=None):
+        return self
+
+    block = SimpleNamespace(config=SimpleNamespace(recompute_method=method), _get_layer=None)
+    patched = bindings("v0_16", {})[CHECKPOINTED_FORWARD](upstreams)
+    assert (patched(block, None, padding_mask=mask) is block) == itself
 
 
 @needed
