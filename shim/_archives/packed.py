@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
 import tarfile
@@ -20,7 +21,16 @@ HELD_LIMIT = 60_000_000  # bytes of sources; megatron-core has 8 MB
 LINK = "is a link, which is not followed"
 LARGE = f"is larger than {MAX_SOURCE_BYTES} bytes"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)
+DAMAGED = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+)
 
 
 class PackedSources(Sources):
@@ -140,6 +150,8 @@ def _in_tar(archive: tarfile.TarFile) -> _Members:
         name = os.path.normpath(member.name).replace(os.sep, "/")
         if inner_path(name, roots_of([name])) is not None and (member.isfile() or member.issym() or member.islnk()):
             yield name, member.size, archive.extractfile(member) if member.isfile() else None
+    while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+        continue  # to the end, where gzip has its checksum
 
 
 def _commit_of(archive: zipfile.ZipFile | tarfile.TarFile) -> str:

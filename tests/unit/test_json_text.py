@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shim
@@ -39,6 +39,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON, st.sampled_from([None, 1]), st.booleans())
 def test_what_is_right_is_read_as_it_is(value, indent, ascii):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from edited_trees import BODIES, EDITED_AGAIN, proved, verdict
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_helpers import FIXED
 
@@ -166,6 +166,7 @@ NAMED = st.dictionaries(st.sampled_from("abc"), st.sampled_from(["0123456789abcd
 DIGESTS = st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), NAMED.filter(bool), min_size=1)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["m.x", "m.y"]), DIGESTS))
 def test_a_packed_table_gives_the_files_back(table):
     assert {module: unpacked(packed(table), module) for module in table} == table

@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import tarfile
 import zipfile
 
@@ -114,6 +115,18 @@ def test_what_is_no_archive_is_wrong_usage(examine, tmp_path, content):
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(OptionError, match=r"is no archive that can be read.*name a release .*an sdist"):
         examine(tmp_path / "a")
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+@pytest.mark.parametrize("damage", [lambda all: all[: len(all) // 2], lambda all: all[:-20_000] + b"x" * 20_000])
+def test_a_damaged_archive_is_wrong_usage(examine, tree, tmp_path, mode, damage):
+    """Also if the damage lies far behind what tells that it is an archive."""
+    noise = random.Random(0).randbytes(200_000)
+    write_file(tree / "megatron/core/noise.py", f"x = '{noise.hex()}'")
+    path = packed(tree, tmp_path / "a", mode=mode)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(OptionError, match=r"is no archive that can be read"):
+        examine(path)
 
 
 # Odd archives
