@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,7 @@ class Call:
 
 class _Thread(Named, threading.local):
     call: Call | None = None
+    mask: Tensor | None = None
 
 
 _NOW = _Thread()
@@ -41,6 +43,26 @@ def begin(call: Call | None) -> None:
 def pending() -> Call | None:
     """The call whose tokens of all ranks are not known yet."""
     return _NOW.call
+
+
+@contextlib.contextmanager
+def attaching(mask: Tensor | None) -> Iterator[None]:
+    """The first loss that a router attaches within is its z-loss. mask: its padding."""
+    _NOW.mask = mask
+    try:
+        yield
+    finally:
+        _NOW.mask = None
+
+
+def attached() -> Call | None:
+    """The call whose z-loss is attached now, if it needs a share."""
+    call, mask = _NOW.call, _NOW.mask
+    _NOW.mask = None
+    if call is None or mask is None:
+        return None
+    call.tokens = (~mask).sum()
+    return call
 
 
 def counted(total: Callable[[], Tensor], group: Any) -> None:

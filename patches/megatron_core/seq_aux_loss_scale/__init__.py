@@ -37,7 +37,9 @@ class _Sequences:
         return getattr(self._router, name)
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["valid_token_count"] = kwargs["valid_token_count"] * self._number
+        for name in ("valid_token_count", "aux_loss_scale_num_tokens"):  # the latter on the dev branch
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name] * self._number
         return self._router.attach_and_log_load_balancing_loss(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ The patch makes a tensor longer when a model with more layers comes. Its values 
 of the first one it is a look at a length in each layer. What the trackers say stays stock's: the sums of all models
 that ran since the last report.
 
-Upstream: open.
+Upstream: open. On the dev branch the tracker of DSA becomes longer by itself.
 
 Delete when: megatron-core makes a tracker longer if a model needs it, and the releases before that are not supported.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._arguments import Function, argument
+from shim.patches._arguments import Function, argument, replacing
 
 CORE = "megatron.core."
 EXPERTS = CORE + "transformer.moe.moe_utils"
@@ -34,7 +34,7 @@ DSA = CORE + "transformer.experimental_attention_variant.dsa:DSAIndexerLossLoggi
 
 
 def _grown(values: Tensor, layers: int) -> Tensor:
-    missing = layers - values.numel()
+    missing = layers - values.shape[-1]
     return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values
 
 
@@ -43,6 +43,9 @@ def _grow(tracker: dict[str, Any], layers: int) -> None:
     for name, values in list(tracker.items()):
         if isinstance(values, Tensor):
             tracker[name] = _grown(values, layers)
+    if (counts := tracker.get("acceptance_counts")) is not None:
+        # The dev branch: [2, layers], whose rows are also kept by name.
+        tracker["correct_values"], tracker["total_values"] = counts
 
 
 def _save_auxiliary_loss(original: Function) -> Function:
@@ -90,6 +93,21 @@ def _save(module: str, owner: str) -> Callable[[Function], Function]:
     return factory
 
 
+def _save_acceptance_counts(original: Function) -> Function:
+    """The dev branch begins anew if the counts do not have the model's length: it gets theirs."""
+    layers_of, with_layers = argument(original, "num_layers"), replacing(original, "num_layers")
+
+    @functools.wraps(original)
+    def _save_acceptance_counts(*args: Any, **kwargs: Any) -> Any:
+        tracker = sys.modules[MTP.split(":")[0]].MTPLossLoggingHelper.tracker
+        _grow(tracker, layers_of(args, kwargs))
+        if (counts := tracker.get("acceptance_counts")) is not None:
+            args, kwargs = with_layers(args, kwargs, counts.shape[-1])
+        return original(*args, **kwargs)
+
+    return _save_acceptance_counts
+
+
 _of_mtp = _save(*MTP.rstrip(".").split(":"))
 _of_dsa = _save(DSA.split(":")[0], "DSAIndexerLossLoggingHelper")
 
@@ -111,6 +129,12 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
         LOGGING + "ensure_initialized": _record,
         MTP + "save_metrics_to_tracker": _of_mtp,
         DSA: _of_dsa,
+    },
+    "v0_19_dev": {
+        LOGGING + "record": _record,
+        LOGGING + "ensure_initialized": _record,
+        MTP + "save_loss_to_tracker": _of_mtp,
+        MTP + "_save_acceptance_counts": _save_acceptance_counts,
     },
 }
 

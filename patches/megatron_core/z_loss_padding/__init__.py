@@ -15,7 +15,7 @@ Left alone:
 - Without aux_loss and seq_aux_loss, as with expert biases alone, no message tells a rank the tokens of all.
 - The value that is logged, which stays the mean of means: it is recorded before the message.
 
-Upstream: open. The dev branch computes the loss elsewhere, and has the same mean of means.
+Upstream: open. The dev branch has the same mean of means, from 2026-06-16 on without a function of its own.
 
 Delete when: the z-loss of every supported release is a mean over the tokens of all ranks.
 """
@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument
-from shim.patches.megatron_core._z_loss_calls import Call, begin, counted, pending
+from shim.patches.megatron_core._z_loss_calls import Call, attached, attaching, begin, counted, pending
 
 APPLY = "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss"
 Z_LOSS = "megatron.core.transformer.moe.moe_utils:z_loss_func"
+ATTACH = "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler."
 COUNTS = "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count"
 
 
@@ -93,6 +94,40 @@ def _counts(original: Function) -> Function:
     return get_tokens_per_expert_and_token_count
 
 
+def _inline(original: Function) -> Function:
+    """The dev branch has no function for the mean. The first loss that is attached in here is the z-loss."""
+    apply, mask_of = _apply_z_loss(original), argument(original, "padding_mask")
+
+    @functools.wraps(original)
+    def apply_z_loss(*args: Any, **kwargs: Any) -> Any:
+        with attaching(mask_of(args, kwargs)):
+            return apply(*args, **kwargs)
+
+    return apply_z_loss
+
+
+def _attach(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        ctx.z_loss_call = attached()
+        return original(ctx, *args, **kwargs)
+
+    return forward
+
+
+def _attach_backward(original: Function) -> Function:
+    @functools.wraps(original)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        of_output, of_loss = original(ctx, *args, **kwargs)
+        call = ctx.z_loss_call
+        return of_output, of_loss if call is None or call.share is None else of_loss * call.share
+
+    return backward
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
+    if variant == "v0_19_dev":
+        pair = {ATTACH + "forward": _attach, ATTACH + "backward": _attach_backward}
+        return {APPLY: _inline, COUNTS: _counts, **pair}
     return {APPLY: _apply_z_loss, Z_LOSS: _z_loss_func, COUNTS: _counts}

@@ -10,6 +10,7 @@ from shim.testing.proof import Here, proof
 
 # The auxiliary loss is there for its count of tokens, and little of the gradient is its.
 OPTIONS: dict[str, Any] = {**AUX, "moe_aux_loss_coeff": 1e-3, "moe_z_loss_coeff": 0.1}
+SEQUENCES: dict[str, Any] = {**OPTIONS, "moe_router_load_balancing_type": "seq_aux_loss"}
 PADDING = [3, 1]
 
 
@@ -36,8 +37,8 @@ def unequal_padding_on_tensor_parallel_ranks(here: Here) -> float:
     """The z-loss of MoE with a padding mask is the mean over ranks of their means, so that it depends on TP.
 
     To reproduce: as under context parallelism, on two ranks with `tensor_model_parallel_size=2` and
-    `sequence_parallel=True`. The second rank has all of the padding.
+    `sequence_parallel=True`, and with `seq_aux_loss`. The second rank has all of the padding.
 
     Right is the gradient of one rank. From 0.16 to 0.20.
     """
-    return error(here, Layout(tp=here.world, sequence_parallel=True), OPTIONS, PADDING)
+    return error(here, Layout(tp=here.world, sequence_parallel=True), SEQUENCES, PADDING)
