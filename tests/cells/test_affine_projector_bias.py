@@ -2,7 +2,6 @@
 
 import contextlib
 
-import pytest
 import torch
 
 import shim
