@@ -15,7 +15,7 @@ from shim._errors import NotMetError, OptionError, SourceError
 from shim._matrix.load import PATCH_FILE, matrix_path
 from shim._matrix.model import Matrix
 from shim._matrix.reader import compose
-from shim._matrix.spelling import did_you_mean
+from shim._printing.printable import did_you_mean
 from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, split_target
 from shim._releases.sources import Sources
 

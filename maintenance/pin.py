@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shim._errors import MatrixError, SourceError
+from shim._matrix.load import lock_path
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
-from shim._matrix.pins import lock_path
 from shim._planning.evidence import FIXED, LACKING, Proved, digest_of_bodies, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.fingerprint import fingerprint

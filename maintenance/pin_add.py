@@ -15,8 +15,8 @@ from shim._archives.trees import Tree, open_tree
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix import load
 from shim._matrix.declared import RIGHT, Commit
+from shim._matrix.load import lock_path
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
-from shim._matrix.pins import lock_path
 from shim._planning.evidence import evidence_for, evidence_in
 from shim._releases import known_files
 from shim._releases.known_files import measure_files

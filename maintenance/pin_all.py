@@ -10,8 +10,8 @@ from typing import Any
 
 from shim._errors import NotMetError
 from shim._matrix import load
+from shim._matrix.load import lock_path
 from shim._matrix.model import Matrix
-from shim._matrix.pins import lock_path
 from shim._releases import known_files
 from shim._te import names, tables
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shim._errors import OptionError
+from shim._matrix.load import lock_path
 from shim._matrix.model import Matrix
-from shim._matrix.pins import lock_path
-from shim._matrix.spelling import did_you_mean
+from shim._printing.printable import did_you_mean
 
 from .changes import unannounced, wrong_fragments
 from .new_patch import unfilled

@@ -13,14 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
-from shim._engine.log import announce, is_below_run, is_first_of_job, logger, say
-from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
+from shim._engine.log import announce, is_below_run, is_first_of_job, is_rank_zero, logger, say
 from shim._engine.report import PatchReport, Report
 from shim._errors import NotMetError, OptionError, ShimError
 from shim._matrix.load import check_modules
 from shim._matrix.model import Matrix
-from shim._matrix.spelling import did_you_mean
-from shim._planning.digest import summary_of
 from shim._planning.evidence import Proved, files_of, trial_of
 from shim._planning.options import (  # noqa: F401 - for get_type_hints()
     Arguments,
@@ -35,6 +32,7 @@ from shim._planning.options import (  # noqa: F401 - for get_type_hints()
     unknown_variables,
 )
 from shim._planning.plan import Plan, make_plan
+from shim._printing.printable import did_you_mean
 from shim._releases.detect import detect
 from shim._releases.known_files import known_with
 
@@ -275,6 +273,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.
     effects = {} if current is None else _engine.ENGINE.effects(current)
+    from shim._engine.ranks import ranks_that_differ  # here, because apply() compares none
+
     differing = ranks_that_differ(*_compared(current), group, effects)
     current = _in_force("check")
     models = [model] if hasattr(model, "modules") else None if model is None else list(model)
@@ -292,8 +292,12 @@ def check(model: Any = None, group: Any = None) -> Report:
 
 def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], dict[str, str]]:
     """Ranks compare: the digest, the part of each patch in it (empty if not applied), and the releases."""
+    from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS
+
     if current is None:
         return NOTHING, {}, {}
+    from shim._planning.digest import summary_of  # here, because apply() asks for no digest
+
     identity = current.identity
     here = identity["patches"]
     patches = {

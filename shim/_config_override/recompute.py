@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from shim._config_override.threads import Caller, caller, reaches, recomputing_elsewhere
 from shim._config_override.values import MISSING, Captured, Held, held, put, same
 from shim._errors import NotMetError, OptionError
-from shim._locks import renew_in_children
+from shim._threads import renew_in_children
 
 __all__ = ["carrying", "claimed", "entered", "marked", "refuse_what_is_not_carried"]
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from shim._tasks import current_task
+from shim._threads import current_task
 
 __all__ = ["Caller", "caller", "reaches", "recomputing_elsewhere"]
 

@@ -50,7 +50,7 @@ from shim._planning.requirements import changed_by, enforce
 from shim._record import replace
 from shim._releases.detect import detect
 from shim._releases.sources import Sources
-from shim._tasks import current_task
+from shim._threads import current_task
 
 __all__ = ["ENGINE", "Block", "Engine"]
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shim._engine.ranks import distributed_rank, is_rank_zero
 from shim._errors import ShimError
 from shim._planning.options import SAID
 from shim._printing.printable import one_line
@@ -30,8 +29,10 @@ __all__ = [
     "DeferredLog",
     "ExceptionNotes",
     "announce",
+    "distributed_if_ready",
     "is_below_run",
     "is_first_of_job",
+    "is_rank_zero",
     "logger",
     "note_for",
     "say",
@@ -46,6 +47,27 @@ _LINE = 160  # characters of a warning on ranks other than 0
 def logger() -> logging.Logger:
     """The logger of shim."""
     return logging.getLogger("shim")
+
+
+def distributed_if_ready() -> Any:
+    """torch.distributed if it is imported and initialised, else None. Imports nothing."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def distributed_rank() -> int | None:
+    """The rank in torch.distributed, or None if it is not initialised."""
+    distributed = distributed_if_ready()
+    return None if distributed is None else int(distributed.get_rank())
+
+
+def is_rank_zero() -> bool:
+    """Whether this process logs for all ranks: rank 0, or a process without ranks."""
+    rank = distributed_rank()
+    return rank == 0 if rank is not None else os.environ.get("RANK", "0") == "0"
 
 
 def short_of(text: str) -> str:

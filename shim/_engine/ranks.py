@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "distributed_rank", "is_rank_zero", "ranks_that_differ"]
+from shim._engine.log import distributed_if_ready
+
+__all__ = ["NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "ranks_that_differ"]
 
 # The parts of a patch that are compared, with the words for each in messages.
 PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "its code"}
@@ -18,27 +18,6 @@ OWN_CODE, PACKAGES = "shim's own code", "files of packages"
 # What foreign objects leave of a patch on a rank, with the words for each.
 _EFFECTS = {"": "in force", "conflict": "in conflict", "failed": "failed", "in part": "in force in part"}
 NOTHING = "nothing applied"  # instead of a digest
-
-
-def _distributed() -> Any:
-    """torch.distributed if it is imported and initialised, else None. Imports nothing."""
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed
-
-
-def distributed_rank() -> int | None:
-    """The rank in torch.distributed, or None if it is not initialised."""
-    distributed = _distributed()
-    return None if distributed is None else int(distributed.get_rank())
-
-
-def is_rank_zero() -> bool:
-    """Whether this process logs for all ranks: rank 0, or a process without ranks."""
-    rank = distributed_rank()
-    return rank == 0 if rank is not None else os.environ.get("RANK", "0") == "0"
 
 
 def ranks_that_differ(
@@ -57,7 +36,7 @@ def ranks_that_differ(
 
     Costs two small messages per rank, on the device of the group's backend (of NCCL the current one).
     """
-    distributed = _distributed()
+    distributed = distributed_if_ready()
     if distributed is None:
         return ""
     size = distributed.get_world_size(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shim._errors import OptionError
-from shim._matrix.spelling import did_you_mean
+from shim._printing.printable import did_you_mean
 from shim._record import record
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shim._matrix.spelling import one_of
+from shim._printing.printable import one_of
 from shim._record import record
 
 __all__ = ["BOUNDS", "MAIN", "NOT_NEEDED", "RIGHT", "TYPES", "UPSTREAM", "Commit", "Declared"]

@@ -12,7 +12,6 @@ from pathlib import Path
 from shim._errors import MatrixError, SourceError
 from shim._matrix import compiled
 from shim._matrix.model import Matrix
-from shim._matrix.pins import lock_path
 from shim._record import record
 from shim._releases.detect import PATCHED
 from shim._releases.files import UnsafeFileError, read_bounded, stamp_of
@@ -25,6 +24,7 @@ __all__ = [
     "check_modules",
     "compile_matrix",
     "load_matrix",
+    "lock_path",
     "matrix_path",
     "patches_path",
     "read_content",
@@ -64,6 +64,11 @@ def _module_exists(module: str, shipped: bool) -> bool:
         # Path.is_file raises for a name that is too long for the file system.
         return os.path.isfile(f"{place}.py") or os.path.isfile(os.path.join(place, "__init__.py"))
     return not shipped and find_spec(module) is not None
+
+
+def lock_path(matrix: Path) -> Path:
+    """The file of the pins of a matrix: matrix.lock.json beside matrix.yaml."""
+    return matrix.with_suffix(".lock.json")
 
 
 def load_matrix(

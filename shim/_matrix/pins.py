@@ -16,14 +16,9 @@ from shim._matrix.model import UPSTREAM, PatchEntry, Pinned
 from shim._releases.files import read_json
 from shim._releases.fingerprint import ABSENT
 
-__all__ = ["FINGERPRINT", "lock_path", "read_pins"]
+__all__ = ["FINGERPRINT", "read_pins"]
 
 FINGERPRINT = r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT
-
-
-def lock_path(matrix: Path) -> Path:
-    """The file of the pins of a matrix: matrix.lock.json beside matrix.yaml."""
-    return matrix.with_suffix(".lock.json")
 
 
 def read_pins(

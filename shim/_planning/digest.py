@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shim._errors import SourceError
-from shim._matrix.load import PACKAGE, matrix_path, patches_path
+from shim._matrix.load import PACKAGE, lock_path, matrix_path, patches_path
 from shim._matrix.model import Matrix
-from shim._matrix.pins import lock_path
 from shim._planning.decision import Decision
 from shim._releases.detect import Environment
 from shim._releases.sources import Sources

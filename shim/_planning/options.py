@@ -15,8 +15,8 @@ from shim._errors import MatrixError, OptionError
 from shim._matrix.concerns import is_word, words_named
 from shim._matrix.load import load_matrix
 from shim._matrix.model import KINDS, Matrix
-from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._planning.evidence import Proved
+from shim._printing.printable import all_of, did_you_mean, one_of
 from shim._record import record
 from shim._releases.files import read_json
 

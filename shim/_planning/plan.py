@@ -9,7 +9,6 @@ from typing import Any
 from shim._matrix.concerns import NO, Run, run_of
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.decision import Decision, Losses, LostFeature
-from shim._planning.digest import digest_of, identity_of
 from shim._planning.evidence import Proved, evidence_for
 from shim._planning.match import Match, match
 from shim._planning.options import ROUNDING, Options
@@ -45,11 +44,15 @@ class Plan:
     @computed_once
     def digest(self) -> str:
         """16 hexadecimal digits over `identity`."""
+        from shim._planning.digest import digest_of  # here, because apply() asks for none
+
         return digest_of(self.identity)
 
     @computed_once
     def identity(self) -> dict[str, Any]:
         """The identity of the plan as plain data, see `identity_of`."""
+        from shim._planning.digest import identity_of
+
         return identity_of(self.decisions, self.matrix, self.environment, self.options.packages)
 
     @property

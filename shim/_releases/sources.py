@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shim._errors import SourceError
-from shim._locks import renew_in_children
 from shim._releases.files import read_beginning, source_of, stamp_of
+from shim._threads import renew_in_children
 
 __all__ = [
     "MAX_SOURCE_BYTES",

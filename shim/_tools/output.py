@@ -15,9 +15,8 @@ import sys
 from typing import Any, NoReturn, TextIO
 
 from shim._errors import NotMetError
-from shim._matrix.spelling import did_you_mean
 from shim._printing.masks import masked, masked_data
-from shim._printing.printable import fits, one_line, printable
+from shim._printing.printable import did_you_mean, fits, one_line, printable
 from shim._tools.terminal import for_stream
 
 __all__ = ["INTERRUPTED", "NOT_MET", "OK", "USAGE", "Parser", "complain", "nobody_reads", "put", "say", "shown", "tell"]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
-from shim._matrix.spelling import did_you_mean
 from shim._planning.texts import nothing_installed
+from shim._printing.printable import did_you_mean
 from shim._releases.detect import PATCHED, detect
 from shim._tools.fetching import fetched
 from shim._tools.output import NOT_MET, OK, put

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shim._locks import renew_in_children
+from shim._threads import renew_in_children
 from shim.ops import _stash_eager
 from shim.ops._checks import capturing, tracing
 from shim.ops._stash_layout import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL

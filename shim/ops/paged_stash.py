@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shim._errors import ShimError
-from shim._locks import renew_in_children
+from shim._threads import renew_in_children
 from shim.ops._checks import capturing
 from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_group import StashGroup, tensors_in

@@ -11,7 +11,7 @@ import shim
 from shim import _api
 from shim._engine import engine, log
 from shim._engine.log import RANKS, is_first_of_job
-from shim._planning import plan
+from shim._planning import digest
 from shim._planning.options import SAID
 
 RUN = os.pathsep.join(["/x/shim/_workers/run", "/other"])
@@ -61,7 +61,7 @@ def test_apply_logs_one_line_in_its_process(configured):
 def test_the_line_reads_no_file_of_shims(configured):
     """A digest would: it took a third of an apply() below `shim run`."""
     job, said = configured
-    job.setattr(plan, "identity_of", lambda *_: pytest.fail("computed"))
+    job.setattr(digest, "identity_of", lambda *_: pytest.fail("computed"))
     shim.apply()
     assert len(said()) == 1
 

@@ -6,6 +6,7 @@ import types
 import pytest
 
 import shim
+from shim._engine import log
 from shim._engine import ranks as _ranks
 
 
@@ -59,9 +60,9 @@ def test_ranks_that_agree_say_nothing(distributed):
     fake = distributed(1, [same, same])
     assert _ranks.ranks_that_differ("a", {"p": "x", "q": ""}, {}) == ""
     assert len(fake.gathered) == 1
-    assert not _ranks.is_rank_zero()
+    assert not log.is_rank_zero()
     distributed(0, [])
-    assert _ranks.is_rank_zero()
+    assert log.is_rank_zero()
 
 
 def test_ranks_and_patches_that_differ_are_named(distributed, row_of):
@@ -156,7 +157,7 @@ def test_without_initialised_ranks_nothing_is_gathered(distributed, monkeypatch)
     assert _ranks.ranks_that_differ("a", {}, {}) == ""
     assert fake.gathered == []
     monkeypatch.setenv("RANK", "1")
-    assert not _ranks.is_rank_zero()
+    assert not log.is_rank_zero()
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # as while it is being imported
     assert _ranks.ranks_that_differ("a", {}, {}) == ""
 

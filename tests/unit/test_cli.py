@@ -14,8 +14,7 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, metadata, output_of, write_file
 
 from shim import __version__
-from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path
+from shim._matrix.load import load_matrix, lock_path
 from shim._tools.cli import main
 from shim._tools.progress import Progress
 from shim.testing.patience import patience

@@ -52,7 +52,7 @@ def test_a_plan_on_a_known_release_loads_what_it_needs_and_no_more(tmp_path, cal
     needed. Nothing is installed here, and what tools put into site-packages is not loaded with -S. What packaging loads
     itself does not count."""
     slow = {"yaml", "zipfile", "difflib", "importlib.abc", "packaging.specifiers", "importlib.metadata"}
-    slow |= {"shim._te.features", "shim._matrix.rules"}
+    slow |= {"shim._te.features", "shim._matrix.rules", "shim._matrix.pins"}
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "packaging").symlink_to(Path(packaging.__file__).parent)

@@ -7,8 +7,7 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, write_file
 
 from shim._errors import MatrixError, NotMetError
-from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path
+from shim._matrix.load import load_matrix, lock_path
 from shim._planning.bodies import Bodies
 from shim._planning.match import match
 from shim._planning.requirements import enforce

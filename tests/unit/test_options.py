@@ -8,8 +8,8 @@ import pytest
 import shim
 from shim._errors import MatrixError, OptionError
 from shim._matrix.load import load_matrix
-from shim._matrix.spelling import nearest
 from shim._planning.options import VARIABLES, Options, matrix_argument, resolve, unknown_variables
+from shim._printing.printable import nearest
 
 
 @pytest.fixture

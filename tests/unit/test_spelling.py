@@ -2,7 +2,7 @@
 
 import pytest
 
-from shim._matrix.spelling import did_you_mean, nearest
+from shim._printing.printable import did_you_mean, nearest
 
 KNOWN = ["mtp-recompute", "mtp-packed-sequences", "rope-fusion", "te-fp8-state", "paged-stash"]
 

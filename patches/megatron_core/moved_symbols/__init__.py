@@ -45,8 +45,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shim._errors import ShimError
-from shim._locks import renew_in_children
 from shim._resources import Bindings, Resource
+from shim._threads import renew_in_children
 from shim.patches._arguments import Function, add_parameters
 
 CORE = "megatron.core"

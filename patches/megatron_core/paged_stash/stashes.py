@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shim import ops  # which imports the stash at its first use: most runs have none
-from shim._locks import renew_in_children
+from shim._threads import renew_in_children
 from shim.ops._checks import capturing
 from shim.patches.megatron_core.paged_stash.settings import FLAG, SIZES, Settings, check_settings
 

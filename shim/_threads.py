@@ -1,13 +1,14 @@
-"""Locks that a forked process gets anew: the thread that holds one at the fork is not in it, and would never let go."""
+"""Locks that a forked process gets anew, as the thread that holds one at the fork is not in it; the task of asyncio."""
 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["renew_in_children"]
+__all__ = ["current_task", "renew_in_children"]
 
 _HELD: list[tuple[Callable[[], Any], str, Callable[[], object]]] = []
 
@@ -30,3 +31,12 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
+
+
+def current_task() -> Any:
+    """The task of asyncio that the caller runs in, or None. Does not import asyncio."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return asyncio.current_task() if asyncio is not None else None
+    except RuntimeError:  # no loop is running in this thread
+        return None
