@@ -1,0 +1,62 @@
+"""bert-samples: padding is masked and typed by 0 for every pad id, and a permuted sample is a function of its index."""
+
+import numpy as np
+import pytest
+
+import shim
+from shim.patches.megatron_core.bert_samples.proof import LENGTH, bert_dataset, length_of, sentences_of
+
+CELLS = {"0.12.0": "all", "0.19.2": "all"}
+
+ID = "bert-samples"
+
+
+def applied():
+    return shim.patched(only=[ID], require=[ID])
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("pad", [0, 1, 200, -1])
+def test_padding_is_masked_and_has_the_first_type(pad):
+    """Tokens, labels and the mask of the loss are stock's."""
+    stock = bert_dataset(pad)[0]
+    with applied():
+        found = bert_dataset(pad)[0]
+    end = length_of(sentences_of())
+    assert end < LENGTH and found["padding_mask"].tolist() == [1] * end + [0] * (LENGTH - end)
+    assert not found["types"][end:].any() and found["types"][:end].tolist() == stock["types"][:end].tolist()
+    for name in ("text", "labels", "loss_mask", "is_random", "truncated"):
+        assert np.array_equal(found[name], stock[name])
+    if pad == 0:
+        assert same(found, stock)
+
+
+def test_a_sample_without_padding_is_stocks():
+    full = [list(range(5, 5 + LENGTH // 2)), list(range(30, 30 + LENGTH // 2))]
+    stock = bert_dataset(1, sentences=full)[0]
+    with applied():
+        found = bert_dataset(1, sentences=full)[0]
+    assert same(found, stock) and found["padding_mask"].all()
+
+
+def test_a_permuted_sample_is_one_and_draws_nothing_from_others():
+    """The global state is as before, also after an error."""
+    sentences = sentences_of(2, 14)
+    with applied():
+        dataset = bert_dataset(permutes=True, sentences=sentences)
+        np.random.seed(3)
+        before = np.random.get_state()[1].tolist()
+        first = dataset[0]
+        assert np.random.get_state()[1].tolist() == before
+        np.random.seed(4)
+        assert same(dataset[0], first)
+        dataset.config.tokenizer.inv_vocab = {}
+        before = np.random.get_state()[1].tolist()
+        with pytest.raises(KeyError):
+            dataset[0]
+        assert np.random.get_state()[1].tolist() == before
+    plain = bert_dataset(sentences=sentences)[0]
+    assert (first["text"] != plain["text"]).any()
