@@ -20,7 +20,7 @@ from linear_loss_cases import (
 from torch.utils.checkpoint import checkpoint
 
 import shim
-from shim import testing
+from shim import ops, testing
 
 CELLS = {"0.12.3": "all", "0.14.0": "first", "0.18.2": "first", "0.19.2": "first"}
 
@@ -47,17 +47,15 @@ def mask_of(kept):
 @contextlib.contextmanager
 def products_counted():
     """The numbers of tokens that reach the product, one a call."""
-    from shim.patches.megatron_core import _linear_losses
-
-    tokens, linear = [], _linear_losses.linear_token_logprobs
-    _linear_losses.linear_token_logprobs = lambda hidden, *args, **kwargs: (
+    tokens, linear = [], ops.linear_token_logprobs
+    ops.linear_token_logprobs = lambda hidden, *args, **kwargs: (
         tokens.append(hidden.numel() // hidden.size(-1)),
         linear(hidden, *args, **kwargs),
     )[1]
     try:
         yield tokens
     finally:
-        _linear_losses.linear_token_logprobs = linear
+        ops.linear_token_logprobs = linear
 
 
 def compared(layout, kept, depths):
