@@ -10,8 +10,8 @@ from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron
 from shim._errors import MatrixError, NotMetError
 from shim._matrix.compiled import read_compiled, render_compiled
 from shim._matrix.declared import UPSTREAM
-from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path, read_pins
+from shim._matrix.load import load_matrix, lock_path
+from shim._matrix.pins import read_pins
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.evidence import RIGHT
 from shim._tools.listing import listed

@@ -13,8 +13,7 @@ from unit_helpers import BROKEN, MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
 from shim._matrix import compiled
-from shim._matrix.load import compile_matrix, load_matrix, matrix_path, patches_path, shipped_files
-from shim._matrix.pins import lock_path
+from shim._matrix.load import compile_matrix, load_matrix, lock_path, matrix_path, patches_path, shipped_files
 from shim._planning.texts import explanation
 from shim._releases.files import read_bounded
 

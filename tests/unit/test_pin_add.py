@@ -10,8 +10,7 @@ from edited_trees import proved, verdict
 from unit_helpers import FIXED, MATRIX, REWORKED, SOURCES, megatron, write_file
 
 from shim._errors import OptionError
-from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path
+from shim._matrix.load import load_matrix, lock_path
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.evidence import RIGHT
 from shim._planning.lock import write_lock

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from unit_helpers import MATRIX, PATCH, REPOSITORY, REWORKED, megatron, write_file
 
-from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path
+from shim._matrix.load import load_matrix, lock_path
 from shim._tools.cli import main
 from shim.maintenance.pin_some import left_to_do
 from shim.testing.releases import FetchError

@@ -9,8 +9,7 @@ import pytest
 from unit_helpers import MATRIX, SOURCES, megatron
 
 from shim._errors import MatrixError
-from shim._matrix.load import load_matrix, matrix_path
-from shim._matrix.pins import lock_path
+from shim._matrix.load import load_matrix, lock_path, matrix_path
 from shim._tools.support import stale
 from shim.maintenance.pin import measure, write
 from shim.maintenance.tables import render_pins

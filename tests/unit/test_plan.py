@@ -8,8 +8,7 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, output_of, write_file
 
 from shim._errors import NotMetError
-from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path
+from shim._matrix.load import load_matrix, lock_path
 from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._planning.requirements import enforce
