@@ -46,8 +46,8 @@ opened = []
 sys.addaudithook(lambda event, told: event == "open" and isinstance(told[0], str) and opened.append(told[0]))
 import shim
 shim.apply()
-found = list(opened)
-print(len(found), sum(os.path.getsize(name) for name in found if os.path.isfile(name)))
+found = [name for name in opened if os.path.isfile(name)]
+print(len(found), sum(map(os.path.getsize, found)))
 """
 
 MADE_UP = '''"""A patch as cheap to bind as there is: it calls what was there before."""
