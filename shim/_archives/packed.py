@@ -119,17 +119,19 @@ def open_archive(path: str) -> PackedSources:
     """What an audit reads of a wheel, an sdist, or the archive of a commit. SourceError says why it cannot be read."""
     files: dict[str, bytes] = {}
     odd: dict[str, str] = {}
+    held = 0  # bytes
     try:
         with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else tarfile.open(path) as archive:
             for name, size, file in _in_zip(archive) if isinstance(archive, zipfile.ZipFile) else _in_tar(archive):
-                files.pop(name, None)  # of members with one name the last counts, as for those that unpack it
+                held -= len(files.pop(name, b""))  # of members with one name the last counts
                 odd.pop(name, None)
                 if file is None or size > MAX_SOURCE_BYTES:
                     odd[name] = LINK if file is None else LARGE
                     continue
                 with file:
                     files[name] = file.read()
-                if sum(map(len, files.values())) > HELD_LIMIT:
+                held += len(files[name])
+                if held > HELD_LIMIT:
                     raise ValueError(f"it has more than {HELD_LIMIT} bytes of sources")
             return PackedSources(path, files, odd, commit=_commit_of(archive))
     except DAMAGED as error:
