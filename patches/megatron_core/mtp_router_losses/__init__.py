@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function
+from shim.patches._views import view_with
 
 LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__"
 Z_LOSS = "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss"
@@ -44,26 +45,6 @@ def _init(original: Function) -> Function:
     return __init__
 
 
-class _Config:
-    """The config of a router, with another coefficient of its z-loss."""
-
-    def __init__(self, config: Any) -> None:
-        self._config, self.moe_z_loss_coeff = config, config.moe_z_loss_coeff / config.mtp_num_layers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
-class _Router:
-    """A router that computes its z-loss with this config."""
-
-    def __init__(self, router: Any) -> None:
-        self._router, self.config = router, _Config(router.config)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._router, name)
-
-
 def _apply_z_loss(original: Function) -> Function:
     @functools.wraps(original)
     def apply_z_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +52,9 @@ def _apply_z_loss(original: Function) -> Function:
         repeated = self.is_mtp_layer and config.mtp_use_repeated_layer and config.mtp_num_layers
         if not repeated or config.moe_z_loss_coeff is None:
             return original(self, *args, **kwargs)
-        return original(_Router(self), *args, **kwargs)
+        coefficient = config.moe_z_loss_coeff / config.mtp_num_layers
+        router = view_with(self, config=view_with(config, moe_z_loss_coeff=coefficient))
+        return original(router, *args, **kwargs)
 
     return apply_z_loss
 
