@@ -384,7 +384,7 @@ def with_conflicts(plan: Plan, binder: Records, ran: frozenset[str]) -> tuple[Pl
     overridden = binder.replaced_targets()
     # What was bound was looked at then. Of it, only what others have replaced since can make a difference.
     settled = binder.chains.keys() - overridden.keys() - {target for _, target in binder.found.around}
-    there = binder.chains.keys() | set().union(*map(plan.targets_in, ran))
+    there = binder.chains.keys() | set().union(*(plan.targets_in.get(module, ()) for module in ran))
     hindered: dict[str, Decision] = {}
     for decision in plan.concerned(there - settled):
         id = decision.id

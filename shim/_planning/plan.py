@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import field
 from typing import Any
 
@@ -96,26 +96,17 @@ class Plan:
         return tuple(decision for decision in self.unhindered.values() if decision.wanted)
 
     @computed_once
-    def _places(self) -> tuple[dict[str, set[str]], dict[str, set[int]]]:
-        """The targets of the contenders by module, and the places of the contenders by target, or "" for all calls."""
-        modules: dict[str, set[str]] = {}
-        places: dict[str, set[int]] = {}
-        for place, decision in enumerate(self._contenders):
+    def targets_in(self) -> Mapping[str, Set[str]]:
+        """The targets of the contenders, by module."""
+        found: dict[str, set[str]] = {}
+        for decision in self._contenders:
             for target, module in decision.placed:
-                modules.setdefault(module, set()).add(target)
-                places.setdefault(target, set()).add(place)
-            if decision.reached_by:
-                places.setdefault("", set()).add(place)
-        return modules, places
+                found.setdefault(module, set()).add(target)
+        return found
 
-    def targets_in(self, module: str) -> Set[str]:
-        """The targets of contenders in a module."""
-        return self._places[0].get(module, frozenset())
-
-    def concerned(self, targets: Iterable[str]) -> list[Decision]:
-        """The contenders that these targets may concern, in their order; always those with ways to a body."""
-        places = self._places[1]
-        return [self._contenders[place] for place in sorted(set().union(*(places.get(t, ()) for t in ("", *targets))))]
+    def concerned(self, targets: set[str]) -> list[Decision]:
+        """The contenders that bind one of these targets, and those that have ways to a body, in their order."""
+        return [d for d in self._contenders if d.reached_by or not targets.isdisjoint(d.targets)]
 
     @computed_once
     def awaited(self) -> frozenset[str]:
