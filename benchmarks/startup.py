@@ -3,8 +3,9 @@
     python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--record]
 
 Whole programs run alternately, each in a fresh interpreter; user and system time come from the operating system. The
-first round, which writes byte code and fills the page cache, is not counted. Behind each ratio stands, in brackets, the
-same without garbage collection: a full collection takes 5 % of a start, and a few more objects can bring one more.
+first round, which writes byte code and fills the page cache, is not counted. shim comes from its wheel, and with more
+patches from a copy of the checkout. Behind each ratio stands, in brackets, the same without garbage collection: a full
+collection takes 5 % of a start, and a few more objects can bring one more.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 
 import pytest
 
+from shim import _record
 from shim._record import computed_once, record
 
 
@@ -60,6 +61,18 @@ def fields_of(made):
         silent: int = field(default=0, repr=False)
 
     return Kinds
+
+
+def test_its_own_replace_is_that_of_dataclasses():
+    """Fields that are not compared or shown go along, and what was computed does not."""
+    point = Point(1)
+    assert point.sum == 3 and _record.replace(point, x=5).sum == 7
+    kinds = fields_of(record)(1, made=[2], apart=3, silent=4)
+    for given in ({}, {"given": 2}, {"apart": 0, "made": []}):
+        assert vars(_record.replace(kinds, **given)) == vars(replace(kinds, **given))
+    assert _record.replace(kinds).made is kinds.made
+    with pytest.raises(TypeError):
+        _record.replace(kinds, unknown=1)
 
 
 BOTH = [fields_of(record), fields_of(dataclass(frozen=True))]
