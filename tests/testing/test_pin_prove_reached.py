@@ -80,8 +80,8 @@ BESIDE = ",mtp-gather-gradient"  # a proof of the second asks for it
 
 @in_full
 def test_a_tree_that_wants_tokens_for_multi_token_prediction_gets_them(tmp_path):
-    """As slime's and miles' images do. The truth of packed rows is moved with them."""
-    ids = BOTH + ",mtp-packed-sequences"
+    """As slime's and miles' images do. The truth of packed rows is moved with them, and so are counts of targets."""
+    ids = BOTH + ",mtp-packed-sequences,mtp-loss-cp"
     found, _ = prove(edited("0.16.1", tmp_path / "tree", taking_tokens()), ids + BESIDE, tmp_path)
     assert {id: said["verdict"] for id, said in found.items()} == dict.fromkeys(ids.split(","), "fixed")
     assert "MTP layers keep 11.8 times their inputs -> MTP layers keep 1.0 times" in found["mtp-recompute"]["shown"]

@@ -21,6 +21,8 @@ rolls of 0.12 and 0.13 send other messages than stock's. On one CP rank nothing 
 
 The group is the packed row's own (dynamic CP), else the model's; on 0.12 and 0.13 that of parallel_state.
 
+slime's and miles' trees compute this loss from tokens, which they get in `mtp_kwargs` and move once more, as the mask.
+
 Padding of packed rows, and packed rows before 0.16, need mtp-packed-sequences. Each works without the other.
 
 Not covered:
@@ -44,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._arguments import Function, argument, replacing
+from shim.patches._arguments import Function, argument, parameters_of, replacing
 from shim.patches.megatron_core._context_parallel_rows import (
     context_parallel_group,
     group_of_row,
@@ -141,9 +143,20 @@ def _block(original: Function) -> Function:
     return forward
 
 
+def _labels(original: Function) -> tuple[Callable[..., Any], int]:
+    """A getter for the labels of MTP in a call, and how often upstream moves them and a mask before the first depth.
+
+    Forks for reinforcement learning (slime, miles) get tokens, in `mtp_kwargs`, and move them once to make labels.
+    """
+    if "mtp_kwargs" not in parameters_of(original):
+        return argument(original, "labels"), 0
+    of_fork = argument(original, "mtp_kwargs")
+    return lambda args, kwargs: (of_fork(args, kwargs) or {}).get("mtp_labels"), 1
+
+
 def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls_rows: bool) -> Function:
     """0.14 to 0.16: the model computes the loss of each depth. rolls_rows: it passes packed rows to the roll (0.16)."""
-    labels_of, row_of = argument(original, "labels"), argument(original, "packed_seq_params")
+    row_of, (labels_of, before) = argument(original, "packed_seq_params"), _labels(original)
     mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
 
     @functools.wraps(original)
@@ -154,14 +167,19 @@ def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls
         group = group_of_row(row, model.cp_group)
         if not is_parallel(group):
             return original(*args, **kwargs)
-        mask = mask_of(args, kwargs)
-        mask = torch.ones_like(labels) if mask is None else mask
+        given = mask_of(args, kwargs)
+        mask = torch.ones_like(labels) if given is None else given
         place = {"cp_group": model.cp_group, **({"packed_seq_params": row} if rolls_rows else {})}
         with RolledMasks(group) as rolls:
+            if before and given is None:  # without a mask upstream takes ones that are not moved
+                given = torch.ones_like(labels)
+                rolls.add(given, mask, mask.sum())
+            else:
+                given = mask
             roll = sys.modules[GPT].roll_tensor
-            depths = model.config.mtp_num_layers
+            depths = model.config.mtp_num_layers + (before if given is mask else 0)
             _mean_counts(rolls, mask, depths, lambda tensor: roll(tensor, shifts=-1, dims=-1, **place))
-            args, kwargs = put_mask(args, kwargs, mask)
+            args, kwargs = put_mask(args, kwargs, given)
             return original(*args, **kwargs)
 
     return _postprocess
