@@ -1,11 +1,14 @@
 """A trainer's start with shim against the imports alone: CPU time of whole processes, and files that apply() opens.
 
-    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--record]
+    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--instructions] [--record]
 
 Whole programs run alternately, each in a fresh interpreter; user and system time come from the operating system. The
 first round, which writes byte code and fills the page cache, is not counted. shim comes from its wheel, and with more
 patches from a copy of the checkout. Behind each ratio stands, in brackets, the same without garbage collection: a full
 collection takes 5 % of a start, and a few more objects can bring one more.
+
+On a shared host CPU time can vary by a third. With --instructions valgrind counts the instructions of each process in
+user space instead: one run each, some minutes, which repeat to a thousandth and do not see cache misses or the kernel.
 """
 
 from __future__ import annotations
@@ -127,8 +130,25 @@ def cpu_seconds(program: str, environ: Mapping[str, str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def instructions(program: str, environ: Mapping[str, str]) -> float:
+    """Instructions that such an interpreter executes in user space, in thousands of millions."""
+    count = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+    done = subprocess.run(
+        [*count, sys.executable, "-W", "ignore", "-c", program],
+        env={**environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(re.findall(r"I\s+refs:\s+([\d,]+)", done.stderr)[-1].replace(",", "")) / 1e9
+
+
 def alternating(programs: Mapping[str, tuple[str, Mapping[str, str]]], runs: int) -> dict[str, float]:
-    """Median CPU seconds of each program: a round runs every one of them once."""
+    """Median CPU seconds of each program: a round runs every one of them once. With 0 rounds its instructions."""
+    if not runs:
+        for program, environ in programs.values():
+            cpu_seconds(program, environ)
+        return {name: instructions(program, environ) for name, (program, environ) in programs.items()}
     taken: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(runs + 1):
         for name, (program, environ) in programs.items():
@@ -162,7 +182,8 @@ def measure(release: str, runs: int, top: Path, limit: float = LIMIT) -> tuple[d
     programs = {"stock": (IMPORTS, own), **programs}
     calm = {f"{name}, no GC": (NO_GC + program, environ) for name, (program, environ) in programs.items()}
     seconds = alternating({**programs, **calm}, runs)
-    print(f"megatron-core {release}: {IMPORTS} takes {seconds['stock']:.2f} s of CPU time", flush=True)
+    unit = "s of CPU time" if runs else "thousand million instructions"
+    print(f"megatron-core {release}: {IMPORTS} takes {seconds['stock']:.2f} {unit}", flush=True)
     ratios = {name: seconds[name] / seconds["stock"] for name, _ in WAYS}
     without = {name: seconds[f"{name}, no GC"] / seconds["stock, no GC"] for name, _ in WAYS}
     missed = [say(name, ratio, limit, f"({without[name]:.3f}) of the imports alone") for name, ratio in ratios.items()]
@@ -179,22 +200,24 @@ def main() -> int:
     parser.add_argument(
         "--patches", type=int, default=PATCHES, help="how many to measure besides those of today; 0: none"
     )
+    parser.add_argument("--instructions", action="store_true", help="count instructions (needs valgrind)")
     parser.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
     arguments = parser.parse_args()
     releases = arguments.releases.split(",")
+    runs = 0 if arguments.instructions else arguments.runs
     rows, missed = {}, False
     with tempfile.TemporaryDirectory() as scratch:
         top = installed(Path(scratch))
         for release in releases:
-            rows[release], too_much = measure(release, arguments.runs, top)
+            rows[release], too_much = measure(release, runs, top)
             missed |= too_much
-    found: dict[str, Any] = {"releases": rows, "runs": arguments.runs, "patches": len(load_matrix().patches)}
+    found: dict[str, Any] = {"releases": rows, "runs": runs, "patches": len(load_matrix().patches)}
     found["torch"] = version("torch")
     if arguments.patches:
         with tempfile.TemporaryDirectory() as scratch:
             with_more_patches(Path(scratch), arguments.patches)
             print(f"with {arguments.patches} patches", flush=True)
-            more, too_much = measure(releases[-1], arguments.runs, Path(scratch), LIMIT_OF_MORE)
+            more, too_much = measure(releases[-1], runs, Path(scratch), LIMIT_OF_MORE)
             found["more"] = {"release": releases[-1], "patches": arguments.patches, **more}
             missed |= too_much
     if arguments.record:
