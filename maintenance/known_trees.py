@@ -12,14 +12,14 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix, PatchEntry
-from shim._planning.evidence import CANNOT_RUN, digest_of_bodies
+from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, digest_of_bodies
 from shim._planning.lock import read_lock
 from shim._releases.known_files import (
     SHORT,
@@ -32,7 +32,7 @@ from shim._releases.known_files import (
 
 from .tables import packed, render_packed
 
-__all__ = ["is_stale", "main", "render_trees", "with_files", "with_tree"]
+__all__ = ["is_stale", "main", "render_trees", "with_files", "with_tree", "without_failures"]
 
 Entries = Mapping[str, PatchEntry]
 
@@ -95,9 +95,18 @@ def is_stale(entry: PatchEntry | None, said: Mapping[str, Any]) -> bool:
     return entry is None or names_of(entry, said["variant"]) != said["names"]
 
 
-def _without(said: Mapping[str, Any], tree: str) -> dict[str, Any]:
+def without_failures(patches: Mapping[str, Sequence[dict[str, Any]]], commits: Collection[str]) -> dict[str, Any]:
+    """What was shown of patches, without those that did not fix one of these commits: their code may do it today."""
+    left: dict[str, list[dict[str, Any]]] = {}
+    for id, shown in patches.items():
+        kept = [_without(said, *commits) if said["verdict"] == NOT_FIXED else said for said in shown]
+        left[id] = [said for said in kept if said["bodies"]]
+    return {id: kept for id, kept in left.items() if kept}
+
+
+def _without(said: Mapping[str, Any], *trees: str) -> dict[str, Any]:
     """What was shown, on other trees."""
-    left = {digest: [name for name in names.split() if name != tree] for digest, names in said["bodies"].items()}
+    left = {digest: [name for name in names.split() if name not in trees] for digest, names in said["bodies"].items()}
     return {**said, "bodies": {digest: " ".join(names) for digest, names in left.items() if names}}
 
 

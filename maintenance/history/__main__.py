@@ -24,7 +24,7 @@ from shim._releases.known_files import TREES, KnownFiles, known_trees
 from shim.testing.releases import cache_dir
 from shim.testing.repositories import REPOSITORIES
 
-from ..known_trees import is_stale, render_trees, with_files, with_tree
+from ..known_trees import is_stale, render_trees, with_files, with_tree, without_failures
 from ..pin import replace_file
 from .cover import Chosen, Unknown, chosen
 from .proofs import prove
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--distribution", choices=list(BRANCHES), default="megatron-core")
     parser.add_argument("--commits", type=int, default=0, help="run the proofs on so many commits (default: none)")
     parser.add_argument("--since", default="2026", metavar="DAY", help="commits since then come first (default 2026)")
-    parser.add_argument("--again", action="store_true", help="also try the sets that no proof could judge")
+    parser.add_argument("--again", action="store_true", help="also try sets that no proof could judge, or no patch fix")
     parser.add_argument("--table", action="store_true", help="print the number of sets of each patch")
     options = parser.parse_args(argv)
     name = options.distribution
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     state = State(name)
     if options.again:
         state.unjudged, state.broken = {}, {}
+        of_history = [tree for tree, said in known_trees()["trees"].items() if "day" in said]
+        _write(lambda table: {**table, "patches": without_failures(table["patches"], of_history)})
     unknown, files = _walked(name, repository, state, options.table)
     _write(lambda table: {**table, "files": with_files(table["files"], files)})
     state.write()

@@ -23,7 +23,7 @@ from shim._releases.known_files import (
     known_value,
     unpacked,
 )
-from shim.maintenance.known_trees import is_stale, main, render_trees, with_tree
+from shim.maintenance.known_trees import is_stale, main, render_trees, with_tree, without_failures
 from shim.maintenance.tables import packed, render_packed
 
 EMPTY = {"trees": {}, "patches": {}, "files": {}}
@@ -140,6 +140,14 @@ def test_trees_with_the_same_bodies_stand_together(shipped):
     assert list(said["bodies"].values()) == ["one", "two"]
     text = render_trees(apart)
     assert json.loads(text) == apart and render_trees(json.loads(text)) == text
+
+
+def test_what_did_not_fix_a_commit_is_forgotten_to_be_tried_again(shipped):
+    one = added(EMPTY, "one", shipped, verdict(shipped, NOT_FIXED))["patches"]
+    assert without_failures(one, ["another"]) == one
+    assert without_failures(one, ["one"]) == {}
+    fixed = added(EMPTY, "one", shipped, verdict(shipped, IS_FIXED))["patches"]
+    assert without_failures(fixed, ["one"]) == fixed
 
 
 def test_what_showed_nothing_is_not_in_the_table(shipped):
