@@ -172,7 +172,7 @@ def _imported_from(node: ast.stmt, module: str, name: str, sources: Sources) -> 
     return None if home is None else (home, imported)
 
 
-def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
+def _takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     """Whether a function has all parameters of upstream's definition by name: factories look for them."""
     try:
         module, qualname = _defining(target, sources)
@@ -239,25 +239,6 @@ def _is_its_own(target: str, value: Any, sources: Sources) -> bool | None:
     return None if not is_kind(value, types.FunctionType) and len(layers) == 1 else False
 
 
-# May a patch go around a foreign function in the place of upstream's, or try it?
-#
-# Both orders ask here, of a function that was there first and of one that came after shim, so that both end alike.
-
-
-def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: Plan) -> tuple[bool, str]:
-    """Whether the factory of a target holds around a foreign function, and if not, why ("": it never does).
-
-    It does if the matrix says `wraps`, and the function takes the calls that upstream's takes. body: see
-    Variant.inherits.
-    """
-    wiring = decision.wiring
-    if wiring is None or target not in wiring.wraps_any:
-        return False, ""
-    if not takes_the_same(body, inner, plan.environment.sources):
-        return False, "takes other arguments than upstream's"
-    return True, ""
-
-
 # Whether a call still reaches a body, if a foreign function stands on its way there or in its place
 #
 # `reached_by` in the matrix names the ways: the functions and methods through which a call comes. "Applied" is what a
@@ -265,33 +246,8 @@ def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: 
 # patch `reads`, a report says who has replaced it.
 
 
-@record
-class Cut:
-    """A foreign function on the way to a body, which does not lead there.
-
-    certain: False if reading does not tell.
-    """
-
-    body: str
-    way: str
-    function: Any
-    who: str
-    certain: bool
-
-    def __str__(self) -> str:
-        return f"{self.way} was replaced by {self.who}, which does not lead to {self.body}"
-
-
-def cuts(decision: Decision, plan: Plan, binder: Records) -> Iterator[Cut]:
-    """The ways to targets and reads of a patch that a foreign function has cut off now."""
-    for body, ways in decision.reached_by.items():
-        for way in ways:
-            found = _cut(body, way, body in decision.targets, plan, binder)
-            if found is not None:
-                yield found
-
-
-def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut | None:
+def _cut(body: str, way: str, decision: Decision, plan: Plan, binder: Records) -> tuple[Question, bool] | None:
+    """The foreign function on a way to a body, if it does not lead there; False: reading does not tell."""
     if binder.loaded(split_target(way)[0]) is None or binder.loaded(split_target(body)[0]) is None:
         return None
     try:
@@ -300,7 +256,7 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
     except BindError:
         return None
     inner = unwrap(binder.beneath(value))
-    # Upstream's own function leads there, It is compared once, because its file is read.
+    # Upstream's own function leads there. It is compared once, because its file is read.
     if binder.known_ways.get(way) is inner:
         return None
     who = foreign_on(way, inner, plan.environment.sources)
@@ -314,10 +270,10 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
         return None
     bound, upstreams = unwrap(target), unwrap(binder.beneath(target))
     # shim also binds names that a module has imported. A function in a closure stays upstream's.
-    stale = binds and holds_in_closure(inner, upstreams)
+    stale = body in decision.targets and holds_in_closure(inner, upstreams)
     if not stale and leads_to(inner, (bound, upstreams)):
         return None
-    return Cut(body, way, inner, who, stale or (not held and has_code(inner)))
+    return Question(decision.id, body, way, inner, who), stale or (not held and has_code(inner))
 
 
 def upstreams_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Records) -> list[Held]:
@@ -387,63 +343,61 @@ def with_conflicts(plan: Plan, binder: Records, ran: frozenset[str]) -> tuple[Pl
     there = binder.chains.keys() | set().union(*(plan.targets_in.get(module, ()) for module in ran))
     hindered: dict[str, Decision] = {}
     for decision in plan.concerned(there - settled):
-        id = decision.id
-        skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
-        conflict: _Foreign | None = None
-        for target in decision.targets:
-            if target in settled or target not in there:
-                continue
-            found = _foreign_on(target, decision, plan, binder, overridden)
-            if found is None:
-                continue
-            if not found.what:
-                skipped[target] = ""
-            elif found.value is not None and is_tried(target, decision, plan):
-                binder.found.open[id, target] = Question(id, target, target, found.value, found.who)
-                skipped[target] = found.who
-            elif decision.wiring is not None and target in decision.wiring.skippable:
-                skipped[target] = found.who
-            else:
-                conflict = found
-                break
-        if conflict is None and skipped:
-            conflict = _without_any(decision, skipped, binder)
-        if conflict is None and decision.reached_by:
-            conflict = _cut_off(decision, plan, binder)
+        looked_at = [target for target in decision.targets if target in there and target not in settled]
+        conflict, skipped = _hindrance(looked_at, decision, plan, binder, overridden)
         if conflict is not None:
-            hindered[id] = replace(
+            hindered[decision.id] = replace(
                 decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, without_conflict=decision
             )
         elif skipped.keys() - overridden.keys():
             kept = {target: who for target, who in skipped.items() if target not in overridden}
-            hindered[id] = replace(decision, skipped=kept, without_conflict=decision)
+            hindered[decision.id] = replace(decision, skipped=kept, without_conflict=decision)
     decisions = {**plan.unhindered, **hindered}
     if decisions != plan.decisions:
         plan = replace(plan, decisions=decisions)
     return plan, binder.found
 
 
-def _without_any(decision: Decision, skipped: Mapping[str, str], binder: Records) -> _Foreign | None:
-    """A patch can do without each of its targets, and not without all."""
-    if len(skipped) < len(decision.targets) or not all(skipped.values()):
-        return None
-    if any((decision.id, target) in binder.found.open for target in skipped):
-        return None
-    who = " and ".join(dict.fromkeys(skipped.values()))
-    return _Foreign(who, f"{', '.join(skipped)} hold {who}", remedy_for(decision.id, who))
+def _hindrance(
+    targets: list[str], decision: Decision, plan: Plan, binder: Records, overridden: Mapping[str, Replaced]
+) -> tuple[_Foreign | None, dict[str, str]]:
+    """What keeps all of a patch from these targets; else the targets that it does without, and who holds each.
+
+    Among them are those whose chains stand, for the sake of aliases.
+    """
+    skipped: dict[str, str] = {}
+    for target in targets:
+        found = _foreign_on(target, decision, plan, binder, overridden)
+        if found is None:
+            continue
+        if found.what and found.value is not None and is_tried(target, decision, plan):
+            binder.found.open[decision.id, target] = Question(decision.id, target, target, found.value, found.who)
+        elif found.what and (decision.wiring is None or target not in decision.wiring.skippable):
+            return found, {}
+        skipped[target] = found.who if found.what else ""
+    # It can do without each of its targets, and not without all.
+    all_held = len(skipped) == len(decision.targets) and all(skipped.values())
+    if skipped and all_held and not any((decision.id, target) in binder.found.open for target in skipped):
+        who = " and ".join(dict.fromkeys(skipped.values()))
+        return _Foreign(who, f"{', '.join(skipped)} hold {who}", remedy_for(decision.id, who)), {}
+    return _cut_off(decision, plan, binder) if decision.reached_by else None, skipped
 
 
 def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """The function on the way to a body that keeps every call from it. Doubts and questions go to the binder."""
-    for cut in cuts(decision, plan, binder):
-        if is_method(cut.way) or is_tried(cut.way, decision, plan):
-            binder.found.open.setdefault(
-                (decision.id, cut.body), Question(decision.id, cut.body, cut.way, cut.function, cut.who)
-            )
-        elif not cut.certain:
-            binder.found.doubts[decision.id] = f"{cut.who}, which replaces {cut.way}, leads to {cut.body}"
-        elif decision.wiring is None or cut.body not in decision.wiring.skippable:
-            return _Foreign(cut.who, str(cut), remedy_for(decision.id, cut.who))
+    for body, way in ((body, way) for body, ways in decision.reached_by.items() for way in ways):
+        cut = _cut(body, way, decision, plan, binder)
+        if cut is None:
+            continue
+        question, certain = cut
+        who = question.who
+        if is_method(way) or is_tried(way, decision, plan):
+            binder.found.open.setdefault((decision.id, body), question)
+        elif not certain:
+            binder.found.doubts[decision.id] = f"{who}, which replaces {way}, leads to {body}"
+        elif decision.wiring is None or body not in decision.wiring.skippable:
+            what = f"{way} was replaced by {who}, which does not lead to {body}"
+            return _Foreign(who, what, remedy_for(decision.id, who))
     return None
 
 
@@ -507,13 +461,17 @@ def _body_of(target: str, decision: Decision) -> str:
 def _unless_around(
     target: str, inner: Any, decision: Decision, plan: Plan, binder: Records, who: str, what: str = ""
 ) -> _Foreign | None:
-    """A foreign function as an obstacle, unless the patch goes around it."""
-    goes, why = may_go_around(target, _body_of(target, decision), inner, decision, plan)
-    if goes:
-        binder.found.around[decision.id, target] = who
-        return None
+    """A foreign function as an obstacle, unless the patch goes around it, whoever came first.
+
+    It does if the matrix says `wraps`, and the function takes the calls that upstream's takes.
+    """
     what = what or f"{target} holds {who}, which does not call upstream's function"
-    return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), inner)
+    if decision.wiring is not None and target in decision.wiring.wraps_any:
+        if _takes_the_same(_body_of(target, decision), inner, plan.environment.sources):
+            binder.found.around[decision.id, target] = who
+            return None
+        what += " and takes other arguments than upstream's"
+    return _Foreign(who, what, remedy_for(decision.id, who), inner)
 
 
 def _in_place_of_ours(
