@@ -6,14 +6,14 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
 from itertools import takewhile
 from typing import Any
 
 from shim._compatible import marks_of
-from shim._configs.settings import facts_from
+from shim._configs.of_models import parameters_of, run_of_models
 from shim._engine.chains import Question, Records
 from shim._engine.foreign import is_upstreams
 from shim._engine.names import Chain, Key, namespace_of, unwrap
@@ -33,7 +33,6 @@ from shim._engine.reach import (
 from shim._engine.report import Checked, Report, is_method, is_tried, remedy_for, remedy_untried, switched_off
 from shim._engine.states import UNSETTLED, Claim, States
 from shim._errors import BindError, ShimError
-from shim._matrix.concerns import Run, given_facts
 from shim._planning.plan import Decision, Plan
 from shim._record import computed_once, record
 from shim._releases.fingerprint import split_target
@@ -132,15 +131,11 @@ def _is_way_to(read: Read, function: Any, override: Override) -> bool:
     return is_attribute(before) and before[-1] in {base.__name__ for base in override.beneath}
 
 
+# A patch's probe: what an override does to a tiny input, tried once, with nothing left behind (docs/patch-modules.md)
+
+
 Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
-# A patch's probe: what an override does to a tiny input, tried once, with nothing left behind
-#
-# A patch module may define `probe(module, method, models)`. It gets the instance, the overridden method as
-# ``package.module:Class.name``, and the models that check() was given. In the place of a function that is no method
-# it gets the foreign function itself, and no model is needed. It returns True (the override keeps the fix), False
-# (the override hides it), or None or a text (not known, and why).
-
 
 MOST_VERDICTS = 1000
 NOT_YET = "shim.check has not tested yet whether the patch has its effect"
@@ -178,7 +173,7 @@ def _undisturbed(module: Any) -> Iterator[None]:
 
 
 def _device_of(module: Any, torch: Any) -> Any:
-    first = next(_parameters(module), None)
+    first = next(parameters_of(module), None)
     device = torch.device("cpu") if first is None else first.device
     if device.type == "meta":
         raise ValueError("the weights are on the meta device; check the model once it has its weights")
@@ -203,7 +198,7 @@ def facts_of(module: Any) -> tuple[Any, ...]:
     config = getattr(module, "config", None)
     plain = (bool, int, float, str, type(None))
     options = tuple((name, value) for name, value in getattr(config, "__dict__", {}).items() if type(value) in plain)
-    trained = frozenset(weight.requires_grad for weight in _parameters(module))
+    trained = frozenset(weight.requires_grad for weight in parameters_of(module))
     return hash(options), bool(getattr(module, "training", True)), trained
 
 
@@ -312,8 +307,7 @@ def _answer(question: Question, verdict: bool | None, why: str, plan: Plan) -> C
     id, target, who = question.patch, question.target, question.who
     said = f"{question.method} is replaced by {who}"
     if verdict is False:
-        without = plan.matrix.patches[id].without
-        reason = f"{said}, which keeps the patch from its effect" + (f"; {without}" if without else "")
+        reason = _with_its_defect(id, f"{said}, which keeps the patch from its effect", plan)
         return Claim(id, "conflict", reason, remedy_for(id, who), target, "lost")
     if verdict is None:
         reason = f"{said}, and {why or NO_VERDICT}"
@@ -326,70 +320,9 @@ def _answer(question: Question, verdict: bool | None, why: str, plan: Plan) -> C
     return Claim(id, "applied", f"{said}; {where} the patch loses nothing by it", "", target, mark, said)
 
 
-# What models show of a run: their configs, their modules, and megatron's parallel state
-
-
-# What megatron-core's config decides. A config without the setting belongs to a release without the feature.
-_OF_CONFIG = (
-    *("mtp", "moe", "router-replay", "mla", "gated-attention", "mamba", "gdn", "dsa", "mrope", "fused-rope"),
-    *("expert-bias", "per-token-loss"),
-    *("fp32-residual", "max-logit", "recompute", "fused-loss", "sp", "layout", "fp8", "cuda-graph"),
-    *("tp", "cp", "pp", "ep"),
-)
-_CLASSES = {
-    "MultiTokenPredictionLayer": "mtp",
-    "MoELayer": "moe",
-    "MultiLatentAttention": "mla",
-    "MambaMixer": "mamba",
-    "GatedDeltaNet": "gdn",
-    "DSAttention": "dsa",
-    "MultimodalRotaryEmbedding": "mrope",
-}
-_PARALLEL_STATE = "megatron.core.parallel_state"
-_SIZE_FUNCTIONS = {
-    "tp": "get_tensor_model_parallel_world_size",
-    "cp": "get_context_parallel_world_size",
-    "pp": "get_pipeline_model_parallel_world_size",
-    "ep": "get_expert_model_parallel_world_size",
-}
-
-
-def run_of_models(models: Sequence[Any], plan: Plan) -> Run:
-    """What the models show. Words that no config, module or group decides, such as packed rows, are not known."""
-    modules = [module for model in models for module in model.modules()]
-    # vars(), because an attribute of a user's module may be a property that does something.
-    configs = {id(config): config for config in _values(modules, "config") if hasattr(config, "num_attention_heads")}
-    facts = given_facts("transformer-engine" in plan.environment.installed)
-    facts["lora"] = any(not p.requires_grad for model in models for p in _parameters(model))
-    if configs:
-
-        def read(name: str) -> list[Any]:
-            found = [getattr(config, name) for config in configs.values() if hasattr(config, name)]
-            return [*found, *_values(modules, name)]
-
-        facts.update(dict.fromkeys(_OF_CONFIG, False) | facts_from(read, _OF_CONFIG))
-    names = {base.__name__ for module in modules for base in type(module).__mro__}
-    facts.update({word: True for name, word in _CLASSES.items() if name in names})
-    state = sys.modules.get(_PARALLEL_STATE)
-    if state is not None and state.model_parallel_is_initialized():  # megatron has made its groups
-        facts.update({word: True for word, name in _SIZE_FUNCTIONS.items() if getattr(state, name)() > 1})
-    sharded = [getattr(ddp, "use_distributed_optimizer", False) for ddp in _values(modules, "ddp_config")]
-    if sharded:
-        facts["distributed-optimizer"] = any(sharded)
-    return Run(facts, "this model")
-
-
-def _values(modules: Sequence[Any], name: str) -> Iterator[Any]:
-    for module in modules:
-        held = getattr(module, "__dict__", {})
-        if name in held:
-            yield held[name]
-
-
-def _parameters(model: Any) -> Iterator[Any]:
-    """None of what check() also takes for a model: an object that only has modules()."""
-    find = getattr(model, "parameters", None)
-    yield from () if find is None else find()
+def _with_its_defect(id: str, reason: str, plan: Plan) -> str:
+    without = plan.matrix.patches[id].without
+    return f"{reason}; {without}" if without else reason
 
 
 # Functions that a model took while shim had not bound them, such as config.finalize_model_grads_func
@@ -416,17 +349,13 @@ def _stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> It
         config = getattr(module, "config", None)
         holders.setdefault(id(config), (config, "config.", owner))
     for holder, prefix, owner in holders.values():
-        for name, value in _namespace_of(holder).items():
+        held = getattr(holder, "__dict__", {})
+        for name, value in list(held.items()) if type(held) is dict else ():
             function = value.func if type(value) is functools.partial else value
             for patch, target in wanted.get(id(function), ()):
                 place = f"{prefix}{name} of {owner}"
                 text = f"{place} holds upstream's own {target.partition(':')[2]}, taken before shim bound it"
                 yield Claim(patch, "unknown", text, f"set {place} again, or {EARLIER}", target, "unknown")
-
-
-def _namespace_of(holder: Any) -> Mapping[str, Any]:
-    found = getattr(holder, "__dict__", {})
-    return dict(found) if type(found) is dict else {}
 
 
 # What keeps a patch from its effect on a model
@@ -435,7 +364,7 @@ def _namespace_of(holder: Any) -> Mapping[str, Any]:
 def with_findings(
     report: Report, models: list[Any], plan: Plan, binder: Records, checked: Checked, *, raising: bool
 ) -> Report:
-    """The report, with what overrides in these models do to the patches. Called without the engine's lock.
+    """The report, with what overrides in these models do to the patches, and whether each concerns them. No lock.
 
     Without a model it has what trying functions of modules has shown.
 
@@ -450,17 +379,14 @@ def with_findings(
     for claims in (_problems_in(models, plan, raising), _findings_in(models, plan, binder, tries)):
         for claim in claims:
             states.add(claim)
-    return _with_concerns(states.report(), models, plan)
-
-
-def _with_concerns(report: Report, models: list[Any], plan: Plan) -> Report:
-    """The report, with whether each patch concerns these models."""
-    run, known = run_of_models(models, plan), plan.matrix.patches
+    run = run_of_models(models, "transformer-engine" in plan.environment.installed)
+    known = plan.matrix.patches
+    found = states.report()
     patches = {
         id: replace(patch, concerns=run.concern_of(known[id].concerns), not_known=run.missing_words(known[id].concerns))
-        for id, patch in report.patches.items()
+        for id, patch in found.patches.items()
     }
-    return replace(report, patches=patches)
+    return replace(found, patches=patches)
 
 
 CALL_IT = "call the method of the base class in the override, or drop the override"
@@ -578,6 +504,5 @@ class _Judge:
         if verdict is None:
             return Claim(id, "unknown", f"{text}, and {why or NO_VERDICT}", FIND_OUT, self.target, "unknown")
         reason = f"{self.target}: {text}, and keeps the patch from its effect"
-        without = self.tries.plan.matrix.patches[id].without
-        reason += f"; {without}" if without else ""
+        reason = _with_its_defect(id, reason, self.tries.plan)
         return Claim(id, "shadowed", reason, CALL_IT, self.target, "shadowed")
