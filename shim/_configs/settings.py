@@ -138,9 +138,9 @@ def _one(entry: str, read: Read) -> bool | _Open | None:
     return False if False in found else OPEN if OPEN in found else None if None in found else True
 
 
-def facts_from(read: Read, words: Iterable[str] = MEGATRON, table: Table = MEGATRON) -> dict[str, bool]:
+def facts_from(read: Read, words: Iterable[str] = MEGATRON) -> dict[str, bool]:
     """What settings say of each of `words`. Nothing of a word whose settings are all absent, or not known."""
-    found = {word: judged(table[word], read) for word in words}
+    found = {word: judged(MEGATRON[word], read) for word in words}
     return {word: holds for word, holds in found.items() if isinstance(holds, bool)}
 
 

@@ -323,13 +323,13 @@ def has_code(function: Any) -> bool:
     return all(hasattr(layer, "__code__") for layer in written_layers_of(function))
 
 
-def leads_to(function: Any, wanted: Sequence[Any], depth: int = 3) -> bool:
-    """Whether the code of a function names one of `wanted`, or a function whose code does.
+def leads_to(function: Any, wanted: Sequence[Any]) -> bool:
+    """Whether the code of a function names one of `wanted`, or a function whose code does, three functions deep.
 
-    depth: how many functions lie at most between the two. Only functions of modules are followed, by their names.
+    Only functions of modules are followed, by their names.
     """
     seen: set[int] = set()
-    return any(_leads_to(layer, wanted, depth, seen) for layer in written_layers_of(function, wanted))
+    return any(_leads_to(layer, wanted, 3, seen) for layer in written_layers_of(function, wanted))
 
 
 def _leads_to(function: Any, wanted: Sequence[Any], depth: int, seen: set[int]) -> bool:

@@ -296,6 +296,7 @@ def _run(
     return answers
 
 
-def _bar(done: int, total: int, width: int = 20) -> str:
+def _bar(done: int, total: int) -> str:
+    width = 20
     filled = width * done // total if total else width
     return f"[{'#' * filled}{'.' * (width - filled)}] {done} of {total} sides"

@@ -25,7 +25,6 @@ from shim._threads import renew_in_children
 __all__ = [
     "MAX_SOURCE_BYTES",
     "Sources",
-    "digest_of_file",
     "file_of",
     "find_spec",
     "is_ours",
@@ -166,11 +165,6 @@ def file_of(loaded: object) -> str | None:
     except AttributeError:
         return None
     return source_of(namespace.get("__file__") or _origin(namespace.get("__spec__")))
-
-
-def digest_of_file(path: str) -> str:
-    """32 hexadecimal digits over a file. SourceError says why it cannot be read."""
-    return _hash(_content(path))
 
 
 def _hash(content: bytes) -> str:

@@ -142,9 +142,9 @@ def counts_of(step: Callable[[], object], times: int = STEPS) -> Counts:
     return Counts(first.operations, first.collectives.total(), first.message_bytes, peak)
 
 
-def called(training: Training, te: bool = False) -> int:
+def called(training: Training) -> int:
     """The Python calls of a step of a training on this rank, after two steps."""
-    with stepping(training, te) as step:
+    with stepping(training) as step:
         step()
         return python_calls(step)
 

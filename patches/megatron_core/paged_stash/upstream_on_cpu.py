@@ -43,11 +43,11 @@ ROWS, HIDDEN = 8, 4
 CAPACITY_FACTOR = 2
 
 
-def settings(factor: float = 2.0, page_size: int = 4) -> SimpleNamespace:
+def settings(factor: float = 2.0) -> SimpleNamespace:
     """What paged_stash_reset reads; buffers are for so many times the average, or if negative, what there was."""
     return SimpleNamespace(
         moe_paged_stash=True,
-        moe_paged_stash_page_size=page_size,
+        moe_paged_stash_page_size=4,
         moe_paged_stash_buffer_size_factor_cuda=factor,
         moe_paged_stash_buffer_size_factor_cpu=0.0,
     )
@@ -165,9 +165,9 @@ def forward(model: nn.ModuleList, chunk: int, microbatch: int, count: int, stash
     return loss
 
 
-def evaluate(model: nn.ModuleList, counts: Sequence[int], config: Any = SETTINGS) -> None:
+def evaluate(model: nn.ModuleList, counts: Sequence[int]) -> None:
     """Forward passes, as a schedule with forward_only runs them."""
-    upstream().paged_stash_reset(enabled=False, config=config)
+    upstream().paged_stash_reset(enabled=False, config=SETTINGS)
     for microbatch, count in enumerate(counts):
         for chunk in range(len(model)):
             forward(model, chunk, microbatch, count)
