@@ -1,14 +1,15 @@
-"""Locks that a forked process gets anew, as the thread that holds one at the fork is not in it; the task of asyncio."""
+"""Locks that a forked process gets anew, as the thread that holds one at the fork is not in it; tasks of asyncio."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["current_task", "renew_in_children"]
+__all__ = ["Block", "current_task", "renew_in_children"]
 
 _HELD: list[tuple[Callable[[], Any], str, Callable[[], object]]] = []
 
@@ -40,3 +41,22 @@ def current_task() -> Any:
         return asyncio.current_task() if asyncio is not None else None
     except RuntimeError:  # no loop is running in this thread
         return None
+
+
+class Block:
+    """A `with shim.patched()` that runs: the thread and the task that entered it. over: set by its end."""
+
+    def __init__(self) -> None:
+        task = current_task()
+        self.thread = threading.get_ident()
+        # Weakly: a task that nobody runs any more ends its block when it is collected.
+        self.task = None if task is None else weakref.ref(task)
+        self.over = False
+
+    def is_around(self) -> bool:
+        """Whether the caller runs inside the block, or while the task that entered it waits."""
+        # Outside of tasks, the block is further down this thread's stack. A finished task belonged to a test fixture.
+        if self.task is None or self.thread != threading.get_ident():
+            return self.thread == threading.get_ident()
+        entered = self.task()
+        return entered is None or entered is current_task() or bool(entered.done())

@@ -29,7 +29,6 @@ import functools
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import ModuleType
@@ -50,7 +49,7 @@ from shim._planning.requirements import changed_by, enforce
 from shim._record import replace
 from shim._releases.detect import detect
 from shim._releases.sources import Sources
-from shim._threads import current_task
+from shim._threads import Block
 
 __all__ = ["ENGINE", "Block", "Engine"]
 
@@ -58,25 +57,6 @@ __all__ = ["ENGINE", "Block", "Engine"]
 # With-blocks
 #
 # Patches belong to the process. So blocks may nest, but blocks of different threads or tasks must ask for the same.
-
-
-class Block:
-    """A `with shim.patched()` that runs: the thread and the task that entered it. over: set by its end."""
-
-    def __init__(self) -> None:
-        task = current_task()
-        self.thread = threading.get_ident()
-        # Weakly: a task that nobody runs any more ends its block when it is collected.
-        self.task = None if task is None else weakref.ref(task)
-        self.over = False
-
-    def is_around(self) -> bool:
-        """Whether the caller runs inside the block, or while the task that entered it waits."""
-        # Outside of tasks, the block is further down this thread's stack. A finished task belonged to a test fixture.
-        if self.task is None or self.thread != threading.get_ident():
-            return self.thread == threading.get_ident()
-        entered = self.task()
-        return entered is None or entered is current_task() or bool(entered.done())
 
 
 class _Open(NamedTuple):
@@ -182,8 +162,9 @@ class Engine:
                 self.warn_patch(warnings_for(wanted))
                 enforce(wanted)
             self.transact(goal)
-            if block is None and wanted is not None and before is not None:
-                self._warn_of_changes(before, wanted)
+            if block is None and wanted is not None and before is not None:  # a with-block gives back what it takes
+                changed = changed_by(wanted, before)
+                self.warn([short_of(changed)] if changed else [])
             self._do_what_waited()
         finally:
             self._finish()
@@ -205,12 +186,6 @@ class Engine:
                 f"arguments, and patches hold for the whole process. {_REMEDY}."
             )
         return (*self.blocks, _Open(block, wanted, self.plan))
-
-    def _warn_of_changes(self, before: Plan, wanted: Plan) -> None:
-        """Warn if apply() has taken what another call had asked for. A with-block gives it back, and is silent."""
-        text = changed_by(wanted, before)
-        if text:
-            self.warn([short_of(text)])
 
     def release(self, block: Block) -> None:
         """End a with-block: its earlier plan is in force again, unless another block with the same plan is open.
@@ -569,9 +544,5 @@ def _is_ending() -> bool:
     return sys is None or sys.meta_path is None  # Python sets both to None before it collects what is left
 
 
-def _after_fork() -> None:
-    ENGINE.after_fork()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=lambda: ENGINE.after_fork())
