@@ -53,6 +53,15 @@ def on_cpu():
 
 
 @pytest.fixture
+def uncompiled(one_rank):
+    """No part of a router is compiled, which takes many seconds."""
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
 def one_rank(request):
     """A layout of one rank. A test that has ranks of its own gets none: no rank can be forked inside a layout."""
     if "ranks2" in request.fixturenames:

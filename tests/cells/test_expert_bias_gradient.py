@@ -1,9 +1,8 @@
 """expert-bias-gradient: only biases of experts that are not cut lose their mark, and only where stock is wrong."""
 
-import contextlib
-
 import pytest
 import torch
+from uncompiled import inside
 
 import shim
 from shim import testing
@@ -19,17 +18,9 @@ needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 SPREAD = Layout(tp=2, sequence_parallel=True, ep=2, etp=1)
 
 
-@contextlib.contextmanager
-def inside(layout, *ids):
-    """A layout, in which no part of the router is compiled, for that takes many seconds."""
-    with testing.megatron_on_cpu(), testing.layout_initialised(layout), torch.compiler.set_stance("force_eager"):
-        with shim.patched(only=ids, require=ids):
-            yield
-
-
 def gradients(layout, ids, frozen=False):
     """The gradients of this rank's experts after a step, and which of their parameters are marked."""
-    with inside(layout, *ids):
+    with inside(layout), shim.patched(only=ids, require=ids):
         wrapped = wrapped_model()
         if frozen:
             for name, weight in wrapped.named_parameters():
@@ -65,7 +56,7 @@ def test_biases_alone_change_also_where_all_else_is_frozen(ranks2):
 
 def marks_of_others(layout, allreduce):
     """Whether marks stay that a trainer has set on experts and on a dense weight."""
-    with inside(layout, ID):
+    with inside(layout), shim.patched(only=[ID], require=[ID]):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         model = testing.build_gpt(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from uncompiled import inside
 
 import shim
 from shim import testing
@@ -33,13 +34,6 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 def applied():
     return shim.patched(only=[ID], require=[ID]) if NEEDED else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def inside(layout):
-    """A layout, in which no part of the router is compiled, for that takes many seconds."""
-    with testing.megatron_on_cpu(), testing.layout_initialised(layout), torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def off_by(found, rank, truth, before):

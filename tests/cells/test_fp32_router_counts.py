@@ -1,11 +1,10 @@
 """fp32-router-counts: the bias of experts moves by exact counts, on one rank and on several, also under recompute."""
 
-import contextlib
-
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from uncompiled import inside
 
 import shim
 from shim import testing
@@ -15,24 +14,14 @@ from shim.testing import Layout
 CELLS = {"0.16.0": "all"}
 
 ID = "fp32-router-counts"
-pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
+pytestmark = [
+    pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch"),
+    pytest.mark.usefixtures("uncompiled"),
+]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BF16, FP32, FP16 = {}, {"bf16": False}, {"bf16": False, "fp16": True, "params_dtype": torch.float16}
 TOKENS = 512
 RATE = 1e-3  # of moe_router_bias_update_rate
-
-
-@contextlib.contextmanager
-def inside(layout):
-    with testing.megatron_on_cpu(), testing.layout_initialised(layout), torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def eager(one_rank):
-    """No part of a router is compiled, which takes many seconds."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def applied():

@@ -1,6 +1,5 @@
 """frozen-expert-bias: a bias stays if its router is frozen, and moves as on stock if the router is trained."""
 
-import contextlib
 import copy
 from unittest import mock
 
@@ -10,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed import ProcessGroup
+from uncompiled import inside
 
 import shim
 from shim import testing
@@ -21,7 +21,10 @@ CELLS = {"0.12.0": "all", "0.19.2": "first"}
 
 ID = "frozen-expert-bias"
 NEEDED = shim.plan()[ID].wanted
-pytestmark = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = [
+    pytest.mark.skipif(not NEEDED, reason="this release needs no patch"),
+    pytest.mark.usefixtures("uncompiled"),
+]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS, TOKENS = 4, 16
 
@@ -63,20 +66,6 @@ class SavedModule(torch.nn.Module):
 
 def applied(*others):
     return shim.patched(only=[ID, *others], require=[ID])
-
-
-@contextlib.contextmanager
-def inside(layout):
-    """A layout, in which no part of the router is compiled, because that takes many seconds."""
-    with testing.megatron_on_cpu(), testing.layout_initialised(layout), torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def eager(one_rank):
-    """No part of a router is compiled, which takes many seconds."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def with_lora(**options):
