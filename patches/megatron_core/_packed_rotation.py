@@ -41,6 +41,16 @@ _transform = find("torch:_C._functorch.peek_interpreter_stack")
 PIECES, PIECE_BYTES = 8, 16 << 20
 
 
+class OneRank:
+    """A context-parallel group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
 class _Kept(Named, threading.local):
     """What this thread has found for the offsets of packed rows.
 

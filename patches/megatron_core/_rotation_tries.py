@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shim._torch_names import required
-from shim.patches.megatron_core._packed_rotation import ROPE
+from shim.patches.megatron_core._packed_rotation import ROPE, OneRank
 
 APPLY, THD = ROPE + "apply_rotary_pos_emb", ROPE + "_apply_rotary_pos_emb_thd"
 HEADS, WIDTH, ROTARY = 2, 8, 4
@@ -41,16 +41,6 @@ def plain_config() -> Any:
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS)
-
-
-class OneRank:
-    """A context-parallel group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def _release_passes(target: str) -> Mapping[str, Any]:

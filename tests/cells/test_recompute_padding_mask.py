@@ -85,7 +85,8 @@ def test_upstream_gets_a_view_of_the_block_only_where_layers_lack_the_mask(mask,
     def upstreams(self, hidden_states, padding_mask=None):
         return self
 
-    block = SimpleNamespace(config=SimpleNamespace(recompute_method=method), _get_layer=None)
+    block = type("Block", (), {})()
+    block.config, block._get_layer = SimpleNamespace(recompute_method=method), None
     patched = bindings("v0_16", {})[CHECKPOINTED_FORWARD](upstreams)
     assert (patched(block, None, padding_mask=mask) is block) == itself
 

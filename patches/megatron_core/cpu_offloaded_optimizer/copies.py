@@ -6,11 +6,11 @@ tensor that an optimizer inside steps on: the parameter itself, a copy on the CP
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
 from shim.patches._arguments import Function
+from shim.patches._views import view_with
 
 
 def hybrid_of(optimizer: Any) -> Any:
@@ -45,9 +45,7 @@ def patch_copy_model_params(original: Function) -> Function:
             return result
         if not precision_aware(optimizer):
             # Upstream returns before it copies to the main params. If it sees no such optimizer it copies.
-            plain = copy.copy(optimizer)
-            plain.optimizer = None
-            original(plain, *args[1:], **kwargs)
+            original(view_with(optimizer, optimizer=None), *args[1:], **kwargs)
         fresh = hybrid.param_to_fp32_param if hasattr(hybrid, "update_fp32_param_by_new_param") else {}
         refresh(hybrid, [param for param in hybrid.param_to_inner_param if param not in fresh])
         return result

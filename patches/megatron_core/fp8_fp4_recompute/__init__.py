@@ -35,7 +35,6 @@ Delete when: CheckpointFunction restores the FP8/FP4 region upstream, and the re
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -46,6 +45,7 @@ import torch
 from shim.patches._arguments import Function
 from shim.patches._autocast import active_autocast, remembering
 from shim.patches._fp8_scales import ForwardScales
+from shim.patches._views import view_with
 
 RANDOM = "megatron.core.tensor_parallel.random:"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
@@ -144,9 +144,8 @@ def _block_checkpointed_forward(original: Function) -> Function:
 
         if not self.config.fp8 or self.config.fp8_recipe == Fp8Recipe.delayed:
             return original(self, *args, **kwargs)
-        # The recomputed functions get their layers from the block. They see a shallow copy of it with wrapped layers.
-        view = copy.copy(self)
-        view._get_layer = lambda number: _in_its_region(self._get_layer(number), self.config)
+        # The recomputed functions get their layers from the block. They see a view of it with wrapped layers.
+        view = view_with(self, _get_layer=lambda number: _in_its_region(self._get_layer(number), self.config))
         return original(view, *args, **kwargs)
 
     return _checkpointed_forward

@@ -26,12 +26,12 @@ Delete when: the supported releases pass pp_rank on to the layout.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._views import view_with
 
 OFFSET = "megatron.core.transformer.transformer_layer:get_transformer_layer_offset"
 LAYERS = "megatron.core.transformer.transformer_block:get_num_layers_to_build"
@@ -74,13 +74,11 @@ def _prediction_layers_at_rank(original: Function) -> Function:
 
 
 def _config_at(config: Any, rank: int) -> Any:
-    """A copy of the config, whose layout answers for the pipeline rank `rank`."""
-    layout = copy.copy(config.pipeline_model_parallel_layout)
-    for name in ("get_layer_offset", "get_num_layers_to_build"):
-        setattr(layout, name, functools.partial(getattr(layout, name), pp_rank=rank))
-    config = copy.copy(config)
-    config.pipeline_model_parallel_layout = layout
-    return config
+    """A view of the config, whose layout answers for the pipeline rank `rank`."""
+    layout = config.pipeline_model_parallel_layout
+    names = ("get_layer_offset", "get_num_layers_to_build")
+    at_rank = {name: functools.partial(getattr(layout, name), pp_rank=rank) for name in names}
+    return view_with(config, pipeline_model_parallel_layout=view_with(layout, **at_rank))
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

@@ -28,6 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._views import Called
 
 GET_TENSORS = "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"
 APPLY = "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
@@ -35,18 +36,11 @@ APPLY = "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
 ROPE = "rotary_pos_emb"  # the attribute of the attention
 
 
-class _Whole:
+def _whole(embedding: Any, ranks: int) -> Called:
     """In the place of an attention's rotary embedding: calls return the whole table for all ranks, folded."""
 
-    def __init__(self, embedding: Any, ranks: int) -> None:
-        self._embedding, self._ranks = embedding, ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._embedding, name)
-
-    def __call__(self, max_seq_len: int, packed_seq: bool = True) -> Any:
+    def call(max_seq_len: int, packed_seq: bool = True) -> Any:
         """The table for this many positions, with YaRN also its factor."""
-        embedding, ranks = self._embedding, self._ranks
         group, embedding.cp_group = embedding.cp_group, None
         try:
             # The embedding caches by how it is called: upstream's own calls, by position, keep their tables.
@@ -56,6 +50,8 @@ class _Whole:
         table, *rest = made if isinstance(made, tuple) else (made,)
         folded = table.unflatten(0, (-1, ranks)).squeeze(2)
         return (folded, *rest) if rest else folded
+
+    return Called(embedding, call)
 
 
 def _get_query_key_value_tensors(original: Function) -> Function:
@@ -71,8 +67,8 @@ def _get_query_key_value_tensors(original: Function) -> Function:
         ranks = attention.model_comm_pgs.cp.size()
         if ranks == 1 or inference_of(args, kwargs) is not None:
             return original(*args, **kwargs)
-        own = vars(attention)  # it is looked at before the modules
-        own[ROPE] = _Whole(attention.rotary_pos_emb, ranks)
+        own = vars(attention)  # not a view's: upstream keeps its checkpoint in the attention
+        own[ROPE] = _whole(attention.rotary_pos_emb, ranks)
         try:
             return original(*args, **kwargs)
         finally:

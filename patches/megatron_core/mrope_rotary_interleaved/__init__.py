@@ -26,20 +26,9 @@ from typing import Any
 import torch
 
 from shim.patches._arguments import Function
+from shim.patches._views import view_with
 
 FORWARD = "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward"
-
-
-class _InHalves:
-    """The embedding as one that rotates halves. Other threads see the embedding as it is."""
-
-    rotary_interleaved = False
-
-    def __init__(self, embedding: Any) -> None:
-        self._embedding = embedding
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._embedding, name)
 
 
 def _in_pairs(original: Function) -> Function:
@@ -47,7 +36,7 @@ def _in_pairs(original: Function) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.rotary_interleaved:
             return original(self, *args, **kwargs)
-        angles = original(_InHalves(self), *args, **kwargs).chunk(2, -1)[0]
+        angles = original(view_with(self, rotary_interleaved=False), *args, **kwargs).chunk(2, -1)[0]
         return torch.stack((angles, angles), -1).flatten(-2)
 
     return forward

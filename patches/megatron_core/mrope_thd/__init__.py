@@ -40,7 +40,7 @@ from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches._named import Named
-from shim.patches.megatron_core._packed_rotation import ROPE, gathered, in_pieces
+from shim.patches.megatron_core._packed_rotation import ROPE, OneRank, gathered, in_pieces
 
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 EMBEDDING = "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding"
@@ -54,16 +54,6 @@ class _Call(Named, threading.local):
 
 
 _CALL = _Call()
-
-
-class _OneRank:
-    """Stands for a group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def _packed(model: Any, packed_seq_params: Any) -> bool:
@@ -83,7 +73,7 @@ def _of_one_rank_if_packed(original: Function) -> Function:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if _CALL.packed:
-            args, kwargs = with_group(args, kwargs, _OneRank())
+            args, kwargs = with_group(args, kwargs, OneRank())
         return original(*args, **kwargs)
 
     return forward

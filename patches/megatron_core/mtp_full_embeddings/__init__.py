@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._views import Called
 from shim.patches.megatron_core._row_shares import ranks_of, row_share
 
 MTP = "megatron.core.transformer.multi_token_prediction:"
@@ -46,29 +47,24 @@ def _caller(original: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         module = args[0]
         if module.config.sequence_parallel:
-            shares = _Shares(embedding_of(args, kwargs), len(states_of(args, kwargs)), module)
+            shares = _shares(embedding_of(args, kwargs), len(states_of(args, kwargs)), module)
             args, kwargs = with_embedding(args, kwargs, shares)
         return original(*args, **kwargs)
 
     return call
 
 
-class _Shares:
-    """An embedding that returns this rank's share of the row, `length` tokens. All else is as the embedding has it."""
+def _shares(embedding: Any, length: int, module: Any) -> Called:
+    """An embedding that returns this rank's share of the row, `length` tokens, [s, b, h]."""
 
-    def __init__(self, embedding: Any, length: int, module: Any) -> None:
-        self._embedding, self._length, self._module = embedding, length, module
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = embedding(*args, **kwargs)
+        group = getattr(module, "tp_group", None)  # from 0.17 on
+        if len(made) == length or len(made) != length * ranks_of(group)[0]:
+            return made  # what has any other length is for upstream to judge
+        return row_share(made, group, module.config)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._embedding, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """[s, b, h]. What has any other length is for upstream to judge."""
-        made = self._embedding(*args, **kwargs)
-        group = getattr(self._module, "tp_group", None)  # from 0.17 on
-        if len(made) == self._length or len(made) != self._length * ranks_of(group)[0]:
-            return made
-        return row_share(made, group, self._module.config)
+    return Called(embedding, call)
 
 
 def probe(module: Any, method: str, models: list[Any]) -> bool | str:

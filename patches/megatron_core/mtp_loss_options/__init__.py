@@ -35,7 +35,6 @@ Delete when: the oldest supported release has mtp_detach_heads and a way to leav
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,13 +211,11 @@ def _postprocess(original: Function, chosen: _Chosen, computes_loss: Callable[[A
 
 def _without_loss(model: Any, depths: int) -> Any:
     """A view of the model that runs MTP and goes on with the main model's states."""
-    config = copy.copy(model.config)
-    config.mtp_num_layers = None
     # On the last of several stages with MTP the weight that tied embeddings share depends on mtp_process.
     weight = model.shared_embedding_or_output_weight
     return view_with(
         model,
-        config=config,
+        config=view_with(model.config, mtp_num_layers=None),
         mtp_process=False,
         mtp=lambda *args, **kwargs: _main_states(model.mtp(*args, **kwargs), depths),
         shared_embedding_or_output_weight=weight,

@@ -10,7 +10,6 @@ refused_row), and the rolls use the row of the step. 0.16: the layer takes the r
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from typing import Any
@@ -59,14 +58,11 @@ def _mtp_layers_before(model: Any, here: bool) -> int:
 
 
 def _without_mtp(model: Any) -> Any:
-    """A shallow copy of the model with MTP off. Parameters and submodules are the model's own."""
-    view = copy.copy(model)
-    view.mtp_process = False
+    """A view of the model with MTP off."""
     # On the last of several stages with MTP the head's own weight is stale; tied embeddings use the embedding's weight.
-    view.shared_embedding_or_output_weight = model.shared_embedding_or_output_weight
-    view.config = copy.copy(model.config)
-    view.config.mtp_num_layers = None
-    return view
+    weight = model.shared_embedding_or_output_weight
+    config = view_with(model.config, mtp_num_layers=None)
+    return view_with(model, config=config, mtp_process=False, shared_embedding_or_output_weight=weight)
 
 
 def patch_layer_forward(original: Function, options: Options) -> Function:

@@ -30,13 +30,13 @@ Delete when: megatron-core recomputes MTP layers under both methods, and the rel
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function
+from shim.patches._views import view_with
 from shim.patches.megatron_core._mtp_checkpoint import checkpointed, checkpointed_forward
 from shim.patches.megatron_core.mtp_recompute.probe import probe as probe
 
@@ -67,12 +67,8 @@ def _quantized_as_the_decoder(original: Function) -> Function:
             return original(self, *args, **kwargs)
         from megatron.core.fp8_utils import get_fp8_context
 
-        # A shallow copy with FP8 off. Parameters and submodules are the layer's own.
-        view = copy.copy(self)
-        view.config = copy.copy(self.config)
-        view.config.fp8 = None
         with get_fp8_context(self.config):
-            return original(view, *args, **kwargs)
+            return original(view_with(self, config=view_with(self.config, fp8=None)), *args, **kwargs)
 
     return forward
 

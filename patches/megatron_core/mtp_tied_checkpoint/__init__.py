@@ -25,27 +25,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._views import view_with
 
 TIE = (
     "megatron.core.models.common.language_module.language_module:"
     "LanguageModule.tie_embeddings_and_output_weights_state_dict"
 )
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict"
-
-
-class _WithoutMtp:
-    """A last stage, seen as one without multi-token prediction: its output layer has the weight."""
-
-    mtp_process = False
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def shared_embedding_or_output_weight(self) -> Any:
-        return self._model.output_layer.weight
 
 
 def _tie(original: Function) -> Function:
@@ -56,7 +42,9 @@ def _tie(original: Function) -> Function:
         model, *rest = args
         predicts = getattr(model, "mtp_process", False) and model.post_process and not model.pre_process
         if predicts and key_of(args, kwargs) in state_of(args, kwargs):
-            model = _WithoutMtp(model)
+            # As a last stage without multi-token prediction, whose output layer has the weight.
+            output = model.output_layer
+            model = view_with(model, mtp_process=False, shared_embedding_or_output_weight=lambda: output.weight)
         return original(model, *rest, **kwargs)
 
     return tie_embeddings_and_output_weights_state_dict

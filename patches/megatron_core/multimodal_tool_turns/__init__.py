@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._views import view_with
 
 TOKENIZE = (
     "megatron.core.tokenizers.vision.libraries.multimodal_tokenizer:MegatronMultimodalTokenizer.tokenize_conversation"
@@ -36,22 +37,20 @@ def _of_a_tool(turn: Mapping[str, Any]) -> bool:
     return turn["role"].lower() in TOOLS
 
 
-class _Asked:
+def _asked(tokenizer: Any) -> Any:
     """The tokenizer of transformers for one call, which asks for the conversation first and then turn by turn."""
+    by_turn = False
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._by_turn = tokenizer, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        tokens = self._tokenizer.apply_chat_template(conversation, *args, **kwargs)
-        if self._by_turn:
+    def apply_chat_template(conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal by_turn
+        tokens = tokenizer.apply_chat_template(conversation, *args, **kwargs)
+        if by_turn:
             for turn in filter(_of_a_tool, conversation):
                 turn["role"] = "user"
-        self._by_turn = True
+        by_turn = True
         return tokens
+
+    return view_with(tokenizer, apply_chat_template=apply_chat_template)
 
 
 def _tokenize(original: Function) -> Function:
@@ -65,8 +64,7 @@ def _tokenize(original: Function) -> Function:
         if with_targets(call, kwargs) and any(map(_of_a_tool, conversation)):
             turns = [copy.copy(turn) if _of_a_tool(turn) else turn for turn in conversation]
             call, kwargs = put(call, kwargs, turns)
-            self = copy.copy(self)  # another thread may be reading its tokenizer
-            self.tokenizer = _Asked(self.tokenizer)
+            self = view_with(self, tokenizer=_asked(self.tokenizer))
         return original(self, *call[1:], **kwargs)
 
     return tokenize_conversation

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument
+from shim.patches._views import view_with
 
 MUON = "megatron.core.optimizer.muon:"
 EMERGING = "megatron.core.optimizer.emerging_optimizers:"
@@ -68,14 +69,9 @@ def _orthogonalize(original: Function) -> Function:
     @functools.wraps(original)
     def orthogonalize(*args: Any, **kwargs: Any) -> Any:
         optimizer, shapes = args[0], getattr(weight_of(args, kwargs), SHAPES, None)
-        others = optimizer.qkv_split_shapes
-        if shapes is None or shapes == others:
+        if shapes is None or shapes == optimizer.qkv_split_shapes:
             return original(*args, **kwargs)
-        optimizer.qkv_split_shapes = shapes
-        try:
-            return original(*args, **kwargs)
-        finally:
-            optimizer.qkv_split_shapes = others
+        return original(view_with(optimizer, qkv_split_shapes=shapes), *args[1:], **kwargs)
 
     return orthogonalize
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from shim.patches._arguments import Function
 from shim.patches._named import Named
+from shim.patches._views import view_with
 
 
 class Row(NamedTuple):
@@ -63,12 +63,8 @@ def patch_moe_forward(original: Function) -> Function:
         row = _NOW.row
         if row is None or not self.moe_layer_recompute:
             return original(self, *args, **kwargs)
-        # A shallow copy: parameters and submodules are the layer's own, and nothing is left in the layer. `route` calls
-        # the router from 0.16 on.
-        view = copy.copy(self)
-        name = "route" if hasattr(self, "route") else "router"
-        vars(view)[name] = _with_row(getattr(self, name), row)
-        return original(view, *args, **kwargs)
+        name = "route" if hasattr(self, "route") else "router"  # `route` calls the router from 0.16 on
+        return original(view_with(self, **{name: _with_row(getattr(self, name), row)}), *args, **kwargs)
 
     return forward
 

@@ -17,12 +17,12 @@ Delete when: megatron-core 0.17 is not supported.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument
+from shim.patches._views import Called, view_with
 
 CHECKPOINTED_FORWARD = "megatron.core.transformer.transformer_block:TransformerBlock._checkpointed_forward"
 
@@ -35,26 +35,20 @@ def _checkpointed_forward(original: Function) -> Function:
         block, mask = args[0], mask_of(args, kwargs)
         if mask is None or block.config.recompute_method != "block":
             return original(*args, **kwargs)
-        # Upstream gets each layer from the block. It sees a shallow copy of the block whose layers know the mask, so
-        # nothing is left in the block, where another thread would find it.
-        view = copy.copy(block)
-        view._get_layer = lambda number: _Masked(block._get_layer(number), mask)
+        # Upstream gets each layer from the block. It sees a view of the block whose layers know the mask.
+        view = view_with(block, _get_layer=lambda number: _masked(block._get_layer(number), mask))
         return original(view, *args[1:], **kwargs)
 
     return _checkpointed_forward
 
 
-class _Masked:
+def _masked(layer: Any, mask: Any) -> Called:
     """A layer, called with `mask` [b, s] where the call has none."""
 
-    def __init__(self, layer: Any, mask: Any) -> None:
-        self._layer, self._mask = layer, mask
+    def call(*args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
+        return layer(*args, padding_mask=mask if padding_mask is None else padding_mask, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
-        return self._layer(*args, padding_mask=self._mask if padding_mask is None else padding_mask, **kwargs)
+    return Called(layer, call)
 
 
 def probe(module: Any, method: str, models: list[Any]) -> bool | str:

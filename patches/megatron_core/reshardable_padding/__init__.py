@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from shim._errors import ShimError
 from shim.patches._arguments import Function, argument
+from shim.patches._views import view_with
 
 log = logging.getLogger("shim")
 
@@ -54,7 +55,7 @@ def _sharded_param_state_fully_reshardable(original: Function) -> Function:
         buffers = [_without_padding(buffer) for buffer in optimizer.buffers]
         if all(map(_same, buffers, optimizer.buffers)):
             return original(*args, **kwargs)
-        return original(_view(optimizer, buffers=buffers), *args[1:], **kwargs)
+        return original(view_with(optimizer, buffers=buffers), *args[1:], **kwargs)
 
     return sharded_param_state_fully_reshardable
 
@@ -70,18 +71,11 @@ def _without_padding(buffer: Any) -> Any:
         weight: (start - shifts[bucket], end - shifts[bucket], bucket)
         for weight, (start, end, bucket) in buffer.param_index_map.items()
     }
-    return _view(buffer, param_index_map=places)
+    return view_with(buffer, param_index_map=places)
 
 
 def _same(one: object, other: object) -> bool:
     return one is other
-
-
-def _view(of: Any, **replaced: Any) -> Any:
-    """An object of the same class with the same attributes, but these."""
-    view = object.__new__(type(of))
-    vars(view).update({**vars(of), **replaced})
-    return view
 
 
 def _load_parameter_state_from_fully_reshardable(original: Function, *, damaged: str) -> Function:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches._named import Named
+from shim.patches._views import view_with
 
 MTP = "megatron.core.transformer.multi_token_prediction"
 INSIDE = ("transformer_layer", "mtp_model_layer")  # the layer inside one of MTP, up to 0.16 and later
@@ -72,12 +72,8 @@ def patch_layer_forward(original: Function) -> Function:
         if _OF_CALL.mask is None:
             return original(self, *args, **kwargs)
         mask = _OF_CALL.mask = rolled(_OF_CALL.mask, self.cp_group, row_of((self, *args), kwargs))
-        # A shallow copy. Parameters and submodules are the layer's own, and nothing is left in the layer.
-        view = copy.copy(self)
-        for name in INSIDE:
-            if hasattr(self, name):
-                vars(view)[name] = _masked(getattr(self, name), mask)
-        return original(view, *args, **kwargs)
+        inside = {name: _masked(getattr(self, name), mask) for name in INSIDE if hasattr(self, name)}
+        return original(view_with(self, **inside), *args, **kwargs)
 
     return forward
 

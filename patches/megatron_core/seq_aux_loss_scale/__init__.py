@@ -23,24 +23,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument
+from shim.patches._views import view_with
 
 TARGET = "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss"
-
-
-class _Sequences:
-    """A router that attaches the loss with the tokens of all sequences, where it is given those of one."""
-
-    def __init__(self, router: Any, number: int) -> None:
-        self._router, self._number = router, number
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._router, name)
-
-    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Any:
-        for name in ("valid_token_count", "aux_loss_scale_num_tokens"):  # the latter on the dev branch
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name] * self._number
-        return self._router.attach_and_log_load_balancing_loss(*args, **kwargs)
 
 
 def _apply_seq_aux_loss(original: Function) -> Function:
@@ -51,9 +36,22 @@ def _apply_seq_aux_loss(original: Function) -> Function:
         number = number_of((self, *args), kwargs)
         if number == 1 or not self.calculate_per_token_loss:
             return original(self, *args, **kwargs)
-        return original(_Sequences(self, number), *args, **kwargs)
+        attach = _with_all_tokens(self.attach_and_log_load_balancing_loss, number)
+        return original(view_with(self, attach_and_log_load_balancing_loss=attach), *args, **kwargs)
 
     return _apply_seq_aux_loss
+
+
+def _with_all_tokens(attach: Function, number: int) -> Function:
+    """Attaches the loss with the tokens of this many sequences, where it is given those of one."""
+
+    def attach_and_log_load_balancing_loss(*args: Any, **kwargs: Any) -> Any:
+        for name in ("valid_token_count", "aux_loss_scale_num_tokens"):  # the latter on the dev branch
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name] * number
+        return attach(*args, **kwargs)
+
+    return attach_and_log_load_balancing_loss
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

@@ -16,12 +16,12 @@ Delete when: every supported release hides the prompts of this format.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function
+from shim.patches._views import view_with
 
 TOKENIZE = "megatron.core.tokenizers.text.libraries.sft_tokenizer:SFTTokenizer.tokenize_conversation"
 WHOLE, BY_TURN = "identity", "identity, turn by turn"
@@ -31,8 +31,7 @@ def _tokenize(original: Function) -> Function:
     @functools.wraps(original)
     def tokenize_conversation(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._prompt_format == WHOLE:
-            self = copy.copy(self)  # another thread may be reading the format
-            self._prompt_format = BY_TURN
+            self = view_with(self, _prompt_format=BY_TURN)
         return original(self, *args, **kwargs)
 
     return tokenize_conversation

@@ -26,6 +26,7 @@ import torch
 
 from shim.patches._arguments import Function, argument
 from shim.patches._stubs import WIDTH, config_of, device_of, view_of
+from shim.patches._views import Called
 
 GET_LAYER = "megatron.core.transformer.transformer_block:TransformerBlock._get_layer"
 
@@ -37,7 +38,8 @@ def _get_layer(original: Function) -> Function:
     def _get_layer(*args: Any, **kwargs: Any) -> Any:
         block, number = args[0], number_of(args, kwargs)
         if len(block.layers) <= number < _end_of_chunks(block):
-            return _Nothing(block.layers[-1])
+            # Blocks choose an FP8 context by the number of a layer, here of the last one.
+            return Called(block.layers[-1], _nothing)
         return original(*args, **kwargs)
 
     return _get_layer
@@ -52,17 +54,8 @@ def _end_of_chunks(block: Any) -> int:
     return -(-len(block.layers) // size) * size
 
 
-class _Nothing:
-    """Behind the last layer. Blocks choose an FP8 context by the number of a layer, here of the last one."""
-
-    def __init__(self, last: Any) -> None:
-        self._last = last
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._last, name)  # when it is asked: a layer need have neither a number nor a config
-
-    def __call__(self, hidden_states: Any, context: Any = None, **rest: Any) -> tuple[Any, Any]:
-        return hidden_states, context
+def _nothing(hidden_states: Any, context: Any = None, **rest: Any) -> tuple[Any, Any]:
+    return hidden_states, context
 
 
 class _Layer:
