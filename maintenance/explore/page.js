@@ -206,7 +206,7 @@
           element("ul", {}, ...pairs.map(([note]) => element("li", {}, note)))] : []),
         ...(rest.length ? [element("h4", {}, "Not run"), element("ul", {}, ...notRun(rest))] : []),
         ...listOf("Upstream", patch.links),
-        ...listOf("Met by", patch.met),
+        ...listOf("Reported in", patch.met),
         element("h4", {}, "See it on your machine, or switch on this patch alone"),
         command(`shim prove ${patch.id}`),
         command(`MEGATRON_SHIM_ONLY=${patch.id}`),

@@ -120,6 +120,7 @@ def test_the_table_says_of_each_defect_where_it_is():
         assert text.reproduction.splitlines()[0] in defect and kind == text.keywords.get("defect", "silent")
         assert wrong and (others or wrong != "none that was run")
         assert upstream == "; ".join(map(short, entry.references))
+        assert upstream != "none upstream"  # the word for that is "not reported"
         assert f"`shim prove {text.patch}`" in command
 
 
