@@ -1,5 +1,7 @@
 """shared-experts-gather: with shared experts the all-gather dispatcher keeps its tokens, in training and without."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 OTHERS = [name for name in ("moe-without-te",) if shim.plan()[name].wanted]
 TP = Layout(tp=2, sequence_parallel=True)
+USERS = ("transformer.moe.token_dispatcher", "transformer.multi_latent_attention", "tensor_parallel.mappings")
 
 
 def run(layout, trained, ids):
@@ -42,6 +45,19 @@ def test_beside_expert_parallelism(ranks4, trained):
     assert off(ranks4, layout, trained, [ID, *OTHERS]) < 1e-5
     if not trained:
         assert off(ranks4, layout, False, OTHERS) > 1e-2
+
+
+@needed
+def test_multi_latent_attention_keeps_the_wrapper_of_its_patch():
+    """Both wrap one function of megatron-core, each under the name of one module."""
+    name, both = "gather_from_sequence_parallel_region", [ID, "mla-rope-key-gradient"]
+    modules = [import_module(f"megatron.core.{module}") for module in USERS]
+    with shim.patched(only=both):
+        wrappers = [getattr(module, name) for module in modules]
+    # By the second one attention sees that upstream sums the gradient of its rotary key.
+    assert ["shared_experts_gather" in wrappers[0].__code__.co_filename,
+            "mla_rope_key_gradient" in wrappers[1].__code__.co_filename] == [True, True]  # fmt: skip
+    assert wrappers[0].__wrapped__ is wrappers[1].__wrapped__ is wrappers[2]
 
 
 @needed

@@ -94,6 +94,20 @@ def test_the_shipped_matrix_is_valid():
     assert load_matrix(check_ranges=True).patches
 
 
+def test_a_target_without_aliases_is_no_alias_of_another_patchs_target():
+    """The patch with aliases would take the name of the other one, and whichever module is imported first decides."""
+    matrix = load_matrix()
+    for release, pins in matrix.pins["megatron-core"].items():
+        chosen = [(id, matrix.patches[id].variants[pin.variant]) for id, pin in pins.items() if pin.variant]
+        alone = {(id, target) for id, variant in chosen for target in variant.no_aliases}
+        for id, variant in chosen:
+            for target in variant.targets:
+                name, where = target.partition(":")[2], f"{release}: {id} binds {target}, and aliases of it"
+                found = [other for other, its in alone if its.endswith(f":{name}") and its != target and other != id]
+                # Constants have no identity, so nothing is an alias of one.
+                assert (id, target) in alone or name.isupper() or not found, f"{where}, which {found} bind alone"
+
+
 def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, complaint):
     """A trainer's own matrix may name its own modules; the shipped one may not."""
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: tmp_path / "matrix.yaml")

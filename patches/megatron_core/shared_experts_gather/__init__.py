@@ -6,7 +6,8 @@ into the same buffer. Autograd notices that the tokens were overwritten and rais
 under expert parallelism the experts compute on wrong tokens, in an evaluation or for the log-probabilities of a policy.
 
 The patch lets the dispatcher of a layer with shared experts gather into memory of its own, which is free again behind
-the permutation. Other layers keep the buffer.
+the permutation. Other layers keep the buffer. The function that gathers is wrapped in the dispatcher's module alone:
+mla-rope-key-gradient wraps the one of multi-latent attention.
 
 Upstream: 0.15 runs shared experts in front of the dispatcher, and 0.12 behind the experts.
 
@@ -24,7 +25,7 @@ from shim.patches._arguments import Function, replacing
 from shim.patches._named import Named
 
 DISPATCH = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_dispatch"
-GATHER = "megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region"
+GATHER = "megatron.core.transformer.moe.token_dispatcher:gather_from_sequence_parallel_region"
 
 
 class _Thread(Named, threading.local):
