@@ -114,7 +114,8 @@ class DeferredLog:
                 level, text = self._waiting.popleft()
             except IndexError:
                 return
-            logger().log(level, "%s", one_line(text, _LIMIT))
+            log, line = logger(), one_line(text, _LIMIT)
+            log.log(level, "%s", line if log.hasHandlers() or not is_below_run() else _wrapped(line))
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -163,17 +164,21 @@ def say(line: Callable[[], str], below_run: bool) -> bool:
         log.info("%s", line())
     elif below_run and not log.hasHandlers() and sys.stderr is not None:
         try:
-            import textwrap  # here, because most jobs log
-
-            given = os.environ.get("COLUMNS", "")
-            width = int(given) if given.isdigit() else 80
-            text = textwrap.wrap(line(), width, break_long_words=False, break_on_hyphens=False)
-            print("\n".join(text), file=sys.stderr, flush=True)
+            print(_wrapped(line()), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed, or nobody reads it
             return False
     else:
         return False
     return True
+
+
+def _wrapped(line: str) -> str:
+    """The line as lines of COLUMNS or 80, for a person in front of a terminal."""
+    import textwrap  # here, because most jobs log
+
+    given = os.environ.get("COLUMNS", "")
+    width = int(given) if given.isdigit() else 80
+    return "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def line_for(plan: Plan) -> str:

@@ -84,6 +84,19 @@ def test_below_shim_run_it_goes_to_standard_error_once(job, capsys):
     assert "shim 0" not in capsys.readouterr().err
 
 
+def test_below_shim_run_a_long_warning_is_wrapped(job, capsys):
+    """Where logging is configured it stays one line, which a search of a log finds whole."""
+    said = []
+    job.setattr(logging.getLogger("shim"), "log", lambda level, form, text: said.append(text))
+    job.delenv("COLUMNS")
+    words = " ".join(["word"] * 100)
+    for path in ("", RUN):
+        job.setenv("PYTHONPATH", path)
+        engine.ENGINE.deferred.warn(words)
+        engine.ENGINE.deferred.flush()
+    assert said[0] == words == said[1].replace("\n", " ") and max(map(len, said[1].splitlines())) <= 80
+
+
 def test_below_shim_run_a_configured_logger_gets_it(configured, capsys):
     job, said = configured
     job.setenv("PYTHONPATH", RUN)
