@@ -70,18 +70,35 @@ def plan_text(plan: Plan, verbose: bool = False, run: Run | None = None) -> str:
     lines += sections
     if any(line.endswith(MORE) for line in sections):
         lines += ["", "Name what you train to see what hits it: shim plan --for packed,lora,mtp (or --config FILE)."]
-    if plan.wrong_pairs:
-        lines += ["", "Defects of this megatron-core with this Transformer Engine, which a patch fixes:"]
-    lines += [f"  {id:<27} {one_line(what)}" for id, what in plan.wrong_pairs]
-    if plan.lost_features:
-        lines += ["", "Features that this megatron-core does not get from this Transformer Engine:"]
-    lines += [f"  {feature.verdict:<13} {one_line(feature)}" for feature in plan.lost_features]
+    lines += _of_the_pair(plan) if verbose else _count_of_the_pair(plan)
     if plan.pair_is_known is False:
         lines += [
             "",
             "Lost features of this pair of releases were not measured; shim doctor searches its sources.",
         ]
     return "\n".join(lines)
+
+
+def _of_the_pair(plan: Plan) -> list[str]:
+    """What megatron-core and Transformer Engine get wrong together, and what the first does not get from the other."""
+    lines = []
+    if plan.wrong_pairs:
+        lines += ["", "Defects of this megatron-core with this Transformer Engine, which a patch fixes:"]
+    lines += [f"  {id:<27} {one_line(what)}" for id, what in plan.wrong_pairs]
+    if plan.lost_features:
+        lines += ["", "Features that this megatron-core does not get from this Transformer Engine:"]
+    return lines + [f"  {feature.verdict:<13} {one_line(feature)}" for feature in plan.lost_features]
+
+
+def _count_of_the_pair(plan: Plan) -> list[str]:
+    """The same as a count, so that a plan fits a screen."""
+    verdicts = Counter(feature.verdict for feature in plan.lost_features)
+    said = (
+        [f"{len(plan.wrong_pairs)} defect{'s' * (len(plan.wrong_pairs) > 1)} of the pair"] if plan.wrong_pairs else []
+    )
+    if verdicts:
+        said += [f"features lost with this TE: {', '.join(f'{n} {verdict}' for verdict, n in verdicts.items())}"]
+    return ["", f"Beside this Transformer Engine: {'; '.join(said)} (-v)"] if said else []
 
 
 def _with_one_word_more(plan: Plan, run: Run) -> list[str]:

@@ -157,7 +157,8 @@ def grouped(
 ) -> Iterable[str]:
     """The patches in sections. run: the run that `concern` of the rows is about, in words.
 
-    most: how many patches a section names that has no problems; the rest is counted.
+    most: how many patches the sections of silent errors and of crashes name, of which there are many; the others that
+    have no problems name one, and the rest is counted.
     needed: leave out those that are not needed here, which the headline counts.
     """
     width = max((len(row.id) for row in rows), default=0)
@@ -172,7 +173,8 @@ def grouped(
             header = False
             kind = f"{_HEADER[1]:<8}  " if verbose else ""
             yield f"  {_HEADER[0]:<{width}}  {kind}{_HEADER[2] if verbose else 'without it'}"
-        named = members if most is None or section not in (*_APPLIED, "features") else members[:most]
+        few = most if section in ("applied silent", "applied crash", "applied ") else 1
+        named = members if most is None or section not in (*_APPLIED, "features") else members[:few]
         for row in named:
             applies = section in (*_APPLIED, "open")
             changes = f"{row.changes:<8}  " if applies and verbose else ""

@@ -51,7 +51,9 @@ def do_plan(arguments: argparse.Namespace) -> int:
     made = plan(**held(arguments))
     run = _run(arguments, "transformer-engine" in made.environment.installed)
     notes = notes_of(made)
-    text = [made.text(arguments.verbose, run), *(["", "Notes:", *(f"  {note}" for note in notes)] if notes else [])]
+    about = ", ".join(dict.fromkeys(note.partition(":")[0] for note in notes))
+    said = ["", "Notes:", *(f"  {note}" for note in notes)] if arguments.verbose else ["", f"Notes about {about} (-v)"]
+    text = [made.text(arguments.verbose, run), *(said if notes else [])]
     put({**made.to_dict(run), "notes": notes}, "\n".join(text), arguments.json)
     enforce(made)
     return NOT_MET if nothing_installed(made.environment) else OK

@@ -293,6 +293,24 @@ def test_no_line_is_wider_than_80_columns(release, tmp_path):
     assert "shim at the end: " in second.stderr and "a run with mtp,packed" in " ".join(second.stderr.split())
 
 
+def test_a_plan_beside_transformer_engine_fits_a_screen():
+    """It counts what the pair gets wrong and loses, and names no note; -v has both."""
+    environ = environment([fetch("0.16.1"), fetch("2.12.0", "transformer-engine"), REPOSITORY])
+    environ.pop("COLUMNS", None)
+    lines = []
+    for words in (["plan"], ["plan", "-v"]):
+        command = [sys.executable, "-m", "shim", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=patience())
+        assert done.returncode == 0, done.stderr
+        lines.append(done.stdout.splitlines())
+    assert len(lines[0]) <= 60 and "Notes:" in lines[1]
+    assert any("features lost with this TE: 2 fixed, 1 lost" in " ".join(pair) for pair in pairs_of(lines[0]))
+
+
+def pairs_of(lines):
+    return [[one.strip(), other.strip()] for one, other in zip(lines, lines[1:])]
+
+
 def subcommands():
     [actions] = [action for action in command_line()._actions if getattr(action, "choices", None)]
     return list(actions.choices)

@@ -494,7 +494,7 @@ def test_the_plan_tells_what_is_lost_and_what_fixes_it(pair):
     before = world.plan()
     assert names_of(before.lost_features) == ["_SplitAlongDim", "get_workspace", "CPUOffloadEnabled"]
     assert before.pair_is_known is True and not any(feature.fixed for feature in before.lost_features)
-    assert "te-moved-symbols would fix it, but the matrix does not have it" in str(before)
+    assert "te-moved-symbols would fix it, but the matrix does not have it" in before.text(verbose=True)
     world.install("def roll(): pass\n", "0.16.0")
     world.pin(MATRIX + PATCH)
     world.on_path(world.site, world.own)
@@ -503,8 +503,10 @@ def test_the_plan_tells_what_is_lost_and_what_fixes_it(pair):
     )
     fixed = world.plan()
     assert [feature.fixed for feature in fixed.lost_features] == [True, True, False]
-    assert "  fixed         transformer_engine.pytorch.attention:_SplitAlongDim: query" in str(fixed)
-    assert "; fixed by te-moved-symbols" in str(fixed)
+    whole = fixed.text(verbose=True)
+    assert "  fixed         transformer_engine.pytorch.attention:_SplitAlongDim: query" in whole
+    assert "; fixed by te-moved-symbols" in whole
+    assert "features lost with this TE: 2 fixed, 1 lost (-v)" in str(fixed)  # which fits a screen
     excluded = world.plan(exclude="te-moved-symbols").lost_features[0]
     assert excluded.outcome.startswith("te-moved-symbols would fix it, but it is excluded: excluded by argument")
 
@@ -544,7 +546,7 @@ def test_the_plan_names_what_two_releases_get_wrong_together(pair, other, named)
     assert plan["te-moved-symbols"].wanted
     assert plan.wrong_pairs == ((("te-moved-symbols", "norms lack experts"),) if named else ())
     assert plan.to_dict()["wrong_pairs"] == [{"patch": id, "what": what} for id, what in plan.wrong_pairs]
-    assert ("Defects of this megatron-core with" in str(plan)) is named is ("norms lack experts" in str(plan))
+    assert ("1 defect of the pair" in str(plan)) is named is ("norms lack experts" in plan.text(verbose=True))
     assert world.plan(exclude="te-moved-symbols").wrong_pairs == ()
 
 
