@@ -304,11 +304,7 @@ def test_a_plan_beside_transformer_engine_fits_a_screen():
         assert done.returncode == 0, done.stderr
         lines.append(done.stdout.splitlines())
     assert len(lines[0]) <= 60 and "Notes:" in lines[1]
-    assert any("features lost with this TE: 2 fixed, 1 lost" in " ".join(pair) for pair in pairs_of(lines[0]))
-
-
-def pairs_of(lines):
-    return [[one.strip(), other.strip()] for one, other in zip(lines, lines[1:])]
+    assert "features lost with this TE: 2 fixed, 1 lost (-v)" in " ".join(" ".join(lines[0]).split())
 
 
 def subcommands():
