@@ -20,7 +20,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import Training as Resum
 from shim.patches.megatron_core._proof_optimizer_resume import fused_adam
 from shim.testing import mla_layer
 from shim.testing.proof import on_device
-from shim.testing.trainings import TRAININGS, Training, trained
+from shim.testing.trainings import EXPERTS, TRAININGS, Training, trained
 
 CELLS = {"0.14.0": "first", "0.17.1": "first", "0.19.2": "all"}
 ABOUT = []
@@ -30,6 +30,10 @@ STEPS, SAVED_AT = 5, 2
 
 def hybrid(**options):
     return testing.build_hybrid("M*-M-", mixer=Mixer, **options)
+
+
+def resumed_hybrid(num_layers, mtp_num_layers, **options):
+    return hybrid(**options)
 
 
 def adapted(**options):
@@ -69,7 +73,8 @@ MLA = {
     "apply_rope_fusion": False,
 }
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}
-TP_2 = testing.Layout(tp=2)
+TP_2, TP_2_SP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True)
+MTP = {"mtp_num_layers": 1}
 # Those of TRAININGS whose numbers stock has right on every release that can do them at all.
 RIGHT = ["dense", "experts", "TP 2, distributed optimizer", "EP 2", "packed", "recompute", "multi-token prediction"]
 CASES = {
@@ -81,9 +86,10 @@ CASES = {
         TRAININGS["dense"],
         options={"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "qk_layernorm": True},
     ),
-    "MLA of whole projections, TP 2, SP": Training(
-        layout=testing.Layout(tp=2, sequence_parallel=True), optimizer="plain", build=duplicated
-    ),
+    "MLA of whole projections, TP 2, SP": Training(layout=TP_2_SP, optimizer="plain", build=duplicated),
+    "multi-token prediction": replace(TRAININGS["multi-token prediction"], optimizer="plain"),
+    "multi-token prediction, TP 2 in bf16": Training(layout=TP_2, optimizer="distributed", options=HALF | MTP),
+    "experts, TP 2, SP in bf16": Training(layout=TP_2_SP, optimizer="distributed", options=HALF | EXPERTS),
 }
 for kind, build in {"MLA": latent, "hybrid": hybrid, "LoRA": adapted}.items():
     CASES[kind] = Training(optimizer="plain", build=build)
@@ -91,6 +97,11 @@ for kind, build in {"MLA": latent, "hybrid": hybrid, "LoRA": adapted}.items():
     if not ONCE:
         CASES[f"{kind} in bf16"] = replace(CASES[f"{kind}, TP 2 in bf16"], layout=testing.Layout())
         CASES[f"{kind}, TP 2"] = replace(CASES[kind], layout=TP_2)
+if not ONCE:
+    for kind, options in {"multi-token prediction": MTP, "experts": EXPERTS}.items():
+        CASES[f"{kind} in bf16"] = Training(optimizer="distributed", options=HALF | options)
+    CASES["multi-token prediction, TP 2"] = Training(layout=TP_2, optimizer="plain", options=MTP)
+    CASES["experts, TP 2, SP"] = Training(layout=TP_2_SP, optimizer="plain", options=EXPERTS)
 
 # In 0.16 and 0.20 stock raises without Transformer Engine. With these it builds the layers, and so has bits.
 BUILDS = [id for id in ("moe-without-te", "mla-without-te", "mtp-without-te") if shim.plan()[id].wanted]
@@ -157,7 +168,16 @@ RESUMED = {
     "LoRA": (1, FULLY, {"lora": True}),
     "LoRA, TP 2 in bf16": (2, BY_DATA, {"bf16": True, "lora": True}),
     "TP 2": (2, FULLY, {}),
+    "hybrid, TP 2 in bf16": (2, BY_DATA, {"hybrid": True, "bf16": True}),
+    "multi-token prediction, TP 2 in bf16": (2, BY_DATA, {"bf16": True, **MTP}),
 }
+if not ONCE:
+    RESUMED |= {
+        "hybrid": (1, FULLY, {"hybrid": True}),
+        "multi-token prediction": (1, FULLY, MTP),
+        "MLA in bf16": (1, BY_DATA, {"bf16": True, **MLA}),
+        "experts": (1, FULLY, {"num_moe_experts": 2}),
+    }
 
 
 def resumed(name, directory, arguments):
@@ -166,7 +186,9 @@ def resumed(name, directory, arguments):
     # One bucket: of several, fully_reshardable loses parts, which reshardable-padding fixes.
     settings = {"metadata": form, "bucket": None, "saved": False, **settings}
     directory.mkdir(exist_ok=True)
-    with shim.patched(**arguments), on_device("cpu", te=False):
+    build = resumed_hybrid if settings.pop("hybrid", False) else testing.build_gpt
+    built = mock.patch.object(testing, "build_gpt", build)
+    with shim.patched(**arguments), on_device("cpu", te=False), built:
         with testing.layout_initialised(testing.Layout(tp=world)), fused_adam():
             Resuming(**settings).train(SAVED_AT).save(str(directory))
             training = Resuming(seed=8, **settings).load(str(directory)).train(STEPS - SAVED_AT)
