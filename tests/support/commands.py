@@ -26,7 +26,7 @@ SHIM_RUN = (sys.executable, "-m", "shim", "run", "--")
 def environ(names, core, te):
     """Variables of a command: `names` are trainers, as in trainers.directories."""
     path = [_INTEGRATION / "in_commands", trainers.libraries("commands.txt"), *trainers.directories(names, core, te)]
-    if any(name.startswith(("verl", "areal")) for name in names):
+    if any(name.startswith(("verl", "areal", "miles")) for name in names):
         path.remove(trainers.STAND_INS)  # they want Ray itself
     kept = trainers.without_a_run(environment(path))
     return kept | {"PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -59,9 +59,10 @@ def libraries(name="libraries.txt"):
 def directories(trainers, core, te):
     """What goes on PYTHONPATH, in this order: the releases, the trainers, their libraries, and stand-ins.
 
-    trainers: names of VERSIONS, or "name==version". te: None for a process without Transformer Engine.
+    trainers: names of VERSIONS, or "name==version". core: None for the copy that a trainer brings. te: None for a
+    process without Transformer Engine.
     """
-    found = [fetch(core), *([fetch(te, "transformer-engine")] if te else [])]
+    found = [*([fetch(core)] if core else []), *([fetch(te, "transformer-engine")] if te else [])]
     for trainer in trainers:
         name, _, version = trainer.partition("==")
         found.append(fetch(version or VERSIONS[name], name))
