@@ -247,6 +247,34 @@ def test_without_labels_come_logits_and_no_mtp_loss(one_rank, training, packed):
     assert model.mtp_process and model.config.mtp_num_layers == 2
 
 
+@pytest.mark.skipif(not (0, 14) <= VERSION <= (0, 16), reason="here the patch decides whether MTP runs")
+def test_labels_of_mtp_alone_train_it_in_a_fork(one_rank, monkeypatch):
+    """slime's and miles' models take them as mtp_kwargs, beside labels=None."""
+    from shim.patches.megatron_core.mtp_packed_sequences.layer import patch_postprocess
+
+    upstream, row = gpt_model.GPTModel._postprocess, row_of(*PADDED)
+
+    def fork(model, labels=None, mtp_kwargs=None, **arguments):
+        return upstream(model, labels=mtp_kwargs["mtp_labels"] if labels is None else labels, **arguments)
+
+    given = inspect.signature(upstream)
+    asked = inspect.Parameter("mtp_kwargs", inspect.Parameter.KEYWORD_ONLY, default=None)
+    fork.__signature__ = given.replace(parameters=[*given.parameters.values(), asked])
+    patched = patch_postprocess(fork, {"partition": "sequence"})
+    with shim.patched(only=[ID]):
+        right = testing.run_packed(build(), row)
+        monkeypatch.setattr(
+            gpt_model.GPTModel,
+            "_postprocess",
+            lambda model, labels, **arguments: patched(
+                model, labels=None, mtp_kwargs={"mtp_labels": labels}, **arguments
+            ),
+        )
+        found = testing.run_packed(build(), row)
+        monkeypatch.undo()
+    assert testing.worst(testing.differences(found, right)) == 0
+
+
 @pytest.mark.skipif(VERSION < (0, 17), reason="stock raises up to 0.16")
 def test_without_labels_later_releases_keep_their_behaviour(one_rank):
     row = row_of(*PLAIN)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from shim.patches._arguments import Function, argument, replacing
+from shim.patches._arguments import Function, argument, parameters_of, replacing
 from shim.patches._views import view_with
 from shim.patches.megatron_core._mtp_layers import has_layout, layers_on_earlier_stages
 from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow
@@ -25,11 +26,11 @@ INSIDE = "_proj_and_transformer_layer"
 
 
 def patch_postprocess(original: Function, options: Options) -> Function:
-    """Opens the step. With labels=None the model returns logits, without MTP."""
+    """Opens the step. With labels=None the model returns logits, without MTP, unless a fork is given labels of MTP."""
     row_of, labels_of = argument(original, "packed_seq_params"), argument(original, "labels")
     states_of, put_states = argument(original, "hidden_states"), replacing(original, "hidden_states")
     mtp_of, put_mtp = argument(original, "mtp_in_postprocess"), replacing(original, "mtp_in_postprocess")
-    with_mask = with_loss_mask(original, options)
+    with_mask, mtp_labels_of = with_loss_mask(original, options), _mtp_labels(original)
 
     @functools.wraps(original)
     def _postprocess(*args: Any, **kwargs: Any) -> Any:
@@ -37,6 +38,7 @@ def patch_postprocess(original: Function, options: Options) -> Function:
         if not model.post_process or model.config.mtp_num_layers is None:
             with in_step(row):
                 return original(*args, **kwargs)
+        labels = mtp_labels_of(args, kwargs) if labels is None else labels
         if labels is None:
             # The states of MTP layers on earlier stages follow those of the main model.
             earlier = _mtp_layers_before(model, here=bool(mtp_of(args, kwargs)))
@@ -48,6 +50,17 @@ def patch_postprocess(original: Function, options: Options) -> Function:
             return original(*args, **kwargs)
 
     return _postprocess
+
+
+def _mtp_labels(original: Function) -> Callable[..., Any]:
+    """A getter for the labels of MTP alone, which forks for reinforcement learning take beside labels=None."""
+    taken = parameters_of(original)
+    if "mtp_labels" in taken:
+        return argument(original, "mtp_labels")
+    if "mtp_kwargs" not in taken:
+        return lambda args, kwargs: None
+    mtp_of = argument(original, "mtp_kwargs")
+    return lambda args, kwargs: (mtp_of(args, kwargs) or {}).get("mtp_labels")
 
 
 def _mtp_layers_before(model: Any, here: bool) -> int:
