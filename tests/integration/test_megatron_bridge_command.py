@@ -18,6 +18,7 @@ FULL, LORA = "qwen.qwen2:qwen2_500m_sft_config", "qwen.qwen2:qwen2_500m_peft_con
 EXPERTS = "qwen.qwen3_moe:qwen3_30b_a3b_sft_config"
 MTP = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
 CP = {"context_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
 TP_EP = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": True}
 ONE_RANK = dict.fromkeys((*TP_EP, "pipeline_model_parallel_size"), 1)
 ONE_RANK |= {"sequence_parallel": False, "calculate_per_token_loss": True}
@@ -70,6 +71,12 @@ def test_two_ranks_have_the_losses_of_one(steps, recipe, layout):
     truth = steps(recipe, {}, "stock")
     assert commands.off(steps(recipe, layout, "shim run", 2), truth) < 1e-6
     assert commands.off(steps(recipe, layout, "stock", 2), truth) > 1e-5
+
+
+@pytest.mark.parametrize("how", ["stock", "shim run"])
+def test_expert_parallelism_alone_has_the_losses_of_one_rank(steps, how):
+    """Stock is right here, and has to stay so."""
+    assert commands.off(steps(EXPERTS, EP, how, 2), steps(EXPERTS, {}, "stock")) < 1e-6
 
 
 @pytest.mark.parametrize("options", [{}, UNIFORM], ids=["kept", "recomputed"])
