@@ -60,3 +60,22 @@ def test_a_permuted_sample_is_one_and_draws_nothing_from_others():
         assert np.random.get_state()[1].tolist() == before
     plain = bert_dataset(sentences=sentences)[0]
     assert (first["text"] != plain["text"]).any()
+
+
+def test_lengths_of_permuted_spans_come_from_numbers_of_their_own():
+    """Those that shuffle candidates and choose masks are the numbers of the seed."""
+    dataset, drawn = bert_dataset(permutes=True), []
+
+    def drawn_next(self, own):
+        states = np.random.get_state(), np.random.RandomState(self.config.random_seed).get_state()
+        for state in states if not drawn else ():
+            other = np.random.RandomState()
+            other.set_state(state)
+            drawn.append(set(other.random_sample(1000)))
+        return type(dataset).__base__._get_token_mask(self, own)
+
+    dataset.__class__ = type("Watched", (type(dataset),), {"_get_token_mask": drawn_next})
+    with applied():
+        dataset[0]
+    lengths, others = drawn
+    assert not lengths & others

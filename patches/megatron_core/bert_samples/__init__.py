@@ -10,8 +10,8 @@ What is wrong (0.12 to 0.20, silent):
    differs, and forked workers of a data loader draw the same numbers.
 
 The patch ends a sample behind its last separator: from there on its padding mask and its types are 0. While a sample is
-masked with permutation, the global state is one that its own state gives; then it is as before. Samples with a pad id
-of 0 and without permutation are stock's.
+masked with permutation, the global state is one that its own state seeds, and so has other numbers than that; then it
+is as before. Samples with a pad id of 0 and without permutation are stock's.
 
 Upstream: not reported.
 
@@ -53,9 +53,9 @@ def _create_masked_lm_predictions(original: Function) -> Function:
     def _create_masked_lm_predictions(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.config.masking_do_permutation:
             return original(self, *args, **kwargs)
-        own = state_of((self, *args), kwargs).get_state()  # not drawn from: stock's other draws stay as they are
+        _, own, place, *_ = state_of((self, *args), kwargs).get_state()  # stock's other draws stay as they are
         outer = np.random.get_state()
-        np.random.set_state(own)
+        np.random.seed([*own, place])
         try:
             return original(self, *args, **kwargs)
         finally:
