@@ -23,15 +23,24 @@ TOWER: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_attention_head
 
 
 class Orthogonalized(torch.optim.Optimizer):
-    """Stands in for the base class of Muon: one step without momentum, by what `orthogonalize` returns."""
+    """Stands in for the base class of Muon: steps without momentum, by what `orthogonalize` returns.
+
+    The momentum is there, because checkpoints have it.
+    """
 
     def __init__(self, params: Any, lr: float, momentum: float, *, scaled_orthogonalize_fn: Any, **_: Any) -> None:
         super().__init__(params, {"lr": lr})
         self.scaled_orthogonalize_fn = scaled_orthogonalize_fn
 
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        for weight in group["params"]:
+            if not self.state[weight] and not (skip_non_grad_params and weight.grad is None):
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            self._init_group(group)
             for weight in group["params"]:
                 weight -= group["lr"] * self.orthogonalize(weight, weight.grad)  # type: ignore[attr-defined]
 
