@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 import shim
-from shim.patches.megatron_core.bert_samples.proof import LENGTH, bert_dataset, length_of, sentences_of
+from shim.patches.megatron_core.bert_samples.proof import (
+    LENGTH,
+    bert_dataset,
+    length_of,
+    lengths_of,
+    sentences_of,
+    splits_of,
+)
 
 CELLS = {"0.12.0": "all", "0.19.2": "all"}
 
@@ -79,3 +86,40 @@ def test_lengths_of_permuted_spans_come_from_numbers_of_their_own():
         dataset[0]
     lengths, others = drawn
     assert not lengths & others
+
+
+kinds = pytest.mark.parametrize("kind", ["bert", "t5"])
+
+
+@kinds
+def test_splits_of_few_documents(one_rank, kind, tmp_path):
+    """Also if their index is read again, with an open number of rows, and with rows that are asked for."""
+    with applied():
+        for asked in [(16, 0, 0), (None, None, None)]:
+            built = [lengths_of(asked, kind=kind, split="969,30,1") for _ in range(2)]
+            assert built == [[16, 0, 0]] * 2
+            assert [len(found) for found in splits_of(asked, str(tmp_path), kind=kind, split="969,30,1")] == [16, 0, 0]
+        with pytest.raises(ValueError, match=r"\[bert-samples\] 5 rows .* split 'test' of .* None of its 0 documents"):
+            lengths_of((16, 0, 5), kind=kind, split="969,30,1")
+
+
+@kinds
+@pytest.mark.parametrize("wrong", [{"sentences": 1}, {"words": 513}], ids=["short", "long"])
+def test_documents_that_make_no_row(one_rank, kind, wrong):
+    """A sentence alone makes a row of T5. Without the patch the builder does not return."""
+    with applied():
+        if kind == "t5" and "sentences" in wrong:
+            assert lengths_of((5, 0, 0), kind=kind, **wrong) == [16]
+            return
+        with pytest.raises(ValueError, match=r"5 rows .* None of its 16 documents makes one"):
+            lengths_of((5, 0, 0), kind=kind, **wrong)
+        assert lengths_of((None, None, None), kind=kind, **wrong) == [0]
+        assert lengths_of((0, 0, 0), kind=kind, **wrong) == [0]
+
+
+@kinds
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_splits_that_stock_builds_are_its_own(one_rank, kind, rows, tmp_path):
+    stock = splits_of((rows, 0, 0), str(tmp_path / "stock"), kind=kind)[0].sample_index.tolist()
+    with applied():
+        assert splits_of((rows, 0, 0), str(tmp_path / "with"), kind=kind)[0].sample_index.tolist() == stock

@@ -1,4 +1,4 @@
-"""resumed-learning-rate: Muon and the Adam beside it, in a chain and by layers, resume with the rates that are asked for."""
+"""resumed-learning-rate: Muon and the Adam beside it, in a chain and by layers, resume at the rates of their choice."""
 
 import contextlib
 import copy

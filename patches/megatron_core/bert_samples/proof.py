@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
+import torch
 
 from shim.testing.corpus import compiled_or_not
-from shim.testing.proof import Here, proof
+from shim.testing.proof import CannotRunError, Here, proof
 
 CLS, SEP, MASK, FIRST = 2, 3, 4, 5
 LENGTH = 32
@@ -80,3 +86,131 @@ def a_permuted_sample_is_repeatable(here: Here) -> int:
     permutation. From 0.12 on.
     """
     return int(here.run(other_tokens)[0])
+
+
+class Tokenizer:
+    """What the datasets ask a tokenizer for while they are built."""
+
+    cls, sep, mask, pad, eod, bos, eos = CLS, SEP, MASK, 0, 1, CLS, SEP
+    additional_special_tokens_ids = tuple(range(90, 99))
+    inv_vocab: ClassVar = {id: f"word{id}" for id in range(100)}
+    unique_identifiers: ClassVar = {"class": "Tokenizer"}
+
+
+def splits_of(
+    rows: Sequence[int | None],
+    folder: str,
+    sentences: int = 2,
+    split: str = "1,0,0",
+    words: int = 7,
+    kind: str = "bert",
+) -> list[Any]:
+    """The datasets of 16 documents for training, validation and test, with so many rows asked for; None without part.
+
+    words: of each sentence. kind: of the datasets, "bert" or "t5".
+    """
+    compiled_or_not()
+    from megatron.core.datasets import bert_dataset, helpers, t5_dataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    if not hasattr(helpers, "build_mapping"):
+        raise CannotRunError("the helpers of megatron-core's datasets are not compiled for this Python")
+    Path(folder).mkdir(exist_ok=True)
+    prefix = str(Path(folder, "corpus"))
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    for _ in range(16):
+        builder.add_document(torch.full((sentences * words,), FIRST), [words] * sentences)
+    builder.finalize(prefix + ".idx")
+    module: Any = {"bert": bert_dataset, "t5": t5_dataset}[kind]
+    name = f"{kind.upper()}MaskedWordPieceDataset"
+    own: dict[str, Any] = {"classification_head": True} if kind == "bert" else {"sequence_length_decoder": LENGTH}
+    config = getattr(module, name + "Config")(
+        random_seed=1,
+        sequence_length=LENGTH,
+        blend=([prefix], None),
+        split=split,
+        path_to_cache=str(Path(folder, "index")),
+        tokenizer=Tokenizer(),
+        masking_probability=0.3,
+        short_sequence_probability=0.1,
+        masking_max_ngram=3,
+        masking_do_full_word=False,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        **own,
+    )
+    kinds: Any = getattr(module, name)
+    found: list[Any] = BlendedMegatronDatasetBuilder(kinds, list(rows), lambda: True, config).build()
+    return found
+
+
+def lengths_of(rows: Sequence[int | None], **options: Any) -> list[int]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [len(dataset) for dataset in splits_of(rows, folder, **options) if dataset is not None]
+
+
+@proof(
+    "{:.0f} rows", right="the splits have no rows", defect="crash", crashes=r"^IndexError: index -1 is out of bounds"
+)
+def a_split_without_documents_has_no_rows(here: Here) -> int:
+    """Datasets of BERT and T5 cannot be built if a split of the corpus gets no document.
+
+    To reproduce: write an IndexedDataset of 16 documents, and build BERTMaskedWordPieceDatasets of it with
+    `BlendedMegatronDatasetBuilder`, `split="969,30,1"` and the sizes 16, 0 and 0: "IndexError: index -1 is out of
+    bounds for axis 0 with size 0" in `_build_sample_index`.
+
+    Right are splits with no rows, as with a split of zero. From 0.12 on.
+    """
+    return sum(here.run(functools.partial(lengths_of, (16, 0, 0), split="969,30,1"))[0][1:])
+
+
+@proof(
+    "{:.0f} rows missing",
+    right="a row of each document",
+    defect="crash",
+    crashes=r"^TypeError: build_mapping\(\): incompatible function arguments",
+)
+def an_open_number_of_rows_is_an_epoch(here: Here) -> int:
+    """Datasets of BERT and T5 cannot be built with an open number of rows.
+
+    To reproduce: as above with the sizes None, None, None and `split="1,0,0"`: "TypeError: build_mapping():
+    incompatible function arguments".
+
+    The compiled function wants a number. Right is an epoch, as the docstring of the dataset says: here one row of each
+    of 16 documents. From 0.12 on.
+    """
+    return 16 - sum(here.run(lengths_of, (None, None, None))[0])
+
+
+def epochs_of_nothing() -> int:
+    """How many epochs the compiled builder is to look for rows in documents that make none."""
+    compiled_or_not()
+    from megatron.core.datasets import helpers
+
+    asked = [0]
+
+    def counted(documents: Any, lengths: Any, epochs: int, *_: Any) -> Any:
+        asked.append(epochs)
+        return np.zeros((0, 3), dtype=np.uint32)
+
+    with mock.patch.object(helpers, "build_mapping", counted, create=True):
+        try:
+            lengths_of((5, 0, 0), sentences=1)
+        except ValueError:
+            return max(asked)
+        return max(asked)
+
+
+@proof("looks through the documents {:.1e} times", right="an error, or no look", defect="hang")
+def documents_that_make_no_row_are_an_error(here: Here) -> int:
+    """Datasets of BERT are built without an end if no document makes a row.
+
+    To reproduce: as above with documents of one sentence, `classification_head=True`, `split="1,0,0"` and the sizes 5,
+    0 and 0. The build stands still in `build_mapping`, which gets 2147483646 epochs, and looks through the documents in
+    each. Here a function in its place notes the number and returns.
+
+    Right is an error. From 0.12 on.
+    """
+    return int(here.run(epochs_of_nothing)[0])
