@@ -48,7 +48,7 @@ class Step:
     align, total: their padding, as of `testing.pack`. masked: whether routers get a padding mask. prompts: whether a
     loss mask leaves out a part of the sequences. frozen: which weights are not trained, "" for none. optimizer: "" for
     a step that ends with gradients. descent: its rule. clip: the norm to which it clips gradients, 0 for none. ddp: how
-    gradients are summed, for the config of DDP.
+    gradients are summed, for the config of DDP. untrained: the microbatches whose mask leaves out every token.
     """
 
     seed: int
@@ -67,11 +67,12 @@ class Step:
     descent: str = "adam"
     clip: float = 0.0
     ddp: dict = field(default_factory=dict)
+    untrained: tuple = ()
 
     def __str__(self):
         said = [self.kind, str(self.layout), f"{self.world} ranks", f"rows {self.rows} of {self.total} tokens"]
         said += [word for word in ("packed", "masked", "prompts") if getattr(self, word)]
-        words = ("frozen", "optimizer", "clip", "ddp")
+        words = ("frozen", "optimizer", "clip", "ddp", "untrained")
         said += [f"{word}: {getattr(self, word)}" for word in words if getattr(self, word)]
         said += [self.descent] if self.optimizer else []
         sizes = MLA | DELTA | MAMBA

@@ -217,6 +217,8 @@ def row_of(step, replica, number):
     masks = None
     if step.prompts:
         masks = [(torch.arange(length) >= length // 3).float() for length in lengths]
+    if number in step.untrained:
+        masks = [torch.zeros(length) for length in lengths]
     return testing.pack(sequences, align=step.align, total=step.total, loss_masks=masks)
 
 
