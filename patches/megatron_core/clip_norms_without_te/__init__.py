@@ -1,8 +1,7 @@
 """The norms of CLIP's and SigLIP's vision towers without Transformer Engine.
 
 What is wrong (0.12 to 0.20): without Transformer Engine the default of CLIPViTModel's norms is `torch.nn.LayerNorm`,
-which takes no `config`: a TypeError for the types "clip" and "siglip". LLaVAModel passes no norm, so with local layers
-it builds neither tower.
+which takes no `config`: a TypeError for the types "clip" and "siglip". LLaVAModel asks for no other norm.
 
 The patch gives the tower the norm that TransformerBlock takes without Transformer Engine: Apex's, or torch's in
 megatron-core's wrapper. Another norm that is asked for stays. With Transformer Engine nothing changes.
