@@ -1,9 +1,12 @@
-"""Where the layers of multi-token prediction (MTP) lie on the stages of a pipeline."""
+"""Where the layers of multi-token prediction (MTP) lie on the stages of a pipeline, and where forks give it labels."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
+
+from shim.patches._arguments import Function, argument, parameters_of
 
 
 def has_layout(config: Any) -> bool:
@@ -25,3 +28,14 @@ def layers_on_earlier_stages(config: Any, vp_stage: int | None) -> int:
 def number_in_block(layer: Any) -> int:
     """The index of the layer among this pipeline stage's MTP layers. layer_number counts from 1 over all stages."""
     return layer.layer_number - 1 - layers_on_earlier_stages(layer.config, getattr(layer, "vp_stage", None))
+
+
+def labels_of_forks(original: Function) -> Callable[..., Any] | None:
+    """A getter for the tokens that forks for reinforcement learning (slime, miles) give a model's MTP in `mtp_kwargs`.
+
+    MTP is not trained if a call has none, whatever its `labels`. None: the function is that of no such fork.
+    """
+    if "mtp_kwargs" not in parameters_of(original):
+        return None
+    given = argument(original, "mtp_kwargs")
+    return lambda args, kwargs: (given(args, kwargs) or {}).get("mtp_labels")

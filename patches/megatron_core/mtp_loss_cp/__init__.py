@@ -46,13 +46,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._arguments import Function, argument, parameters_of, replacing
+from shim.patches._arguments import Function, argument, replacing
 from shim.patches.megatron_core._context_parallel_rows import (
     context_parallel_group,
     group_of_row,
     is_parallel,
     roll_unpacked_on_rank,
 )
+from shim.patches.megatron_core._mtp_layers import labels_of_forks
 from shim.patches.megatron_core._rolled_masks import THREAD, RolledMasks, handed_out
 
 MTP = "megatron.core.transformer.multi_token_prediction"
@@ -143,20 +144,10 @@ def _block(original: Function) -> Function:
     return forward
 
 
-def _labels(original: Function) -> tuple[Callable[..., Any], int]:
-    """A getter for the labels of MTP in a call, and how often upstream moves them and a mask before the first depth.
-
-    Forks for reinforcement learning (slime, miles) get tokens, in `mtp_kwargs`, and move them once to make labels.
-    """
-    if "mtp_kwargs" not in parameters_of(original):
-        return argument(original, "labels"), 0
-    of_fork = argument(original, "mtp_kwargs")
-    return lambda args, kwargs: (of_fork(args, kwargs) or {}).get("mtp_labels"), 1
-
-
 def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls_rows: bool) -> Function:
     """0.14 to 0.16: the model computes the loss of each depth. rolls_rows: it passes packed rows to the roll (0.16)."""
-    row_of, (labels_of, before) = argument(original, "packed_seq_params"), _labels(original)
+    row_of, of_fork = argument(original, "packed_seq_params"), labels_of_forks(original)
+    labels_of = of_fork or argument(original, "labels")
     mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
 
     @functools.wraps(original)
@@ -171,15 +162,15 @@ def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls
         mask = torch.ones_like(labels) if given is None else given
         place = {"cp_group": model.cp_group, **({"packed_seq_params": row} if rolls_rows else {})}
         with RolledMasks(group) as rolls:
-            if before and given is None:  # without a mask upstream takes ones that are not moved
+            depths = model.config.mtp_num_layers
+            if of_fork and given is None:  # a fork takes ones that are not moved
                 given = torch.ones_like(labels)
                 rolls.add(given, mask, mask.sum())
-            else:
-                given = mask
+            elif of_fork:  # and moves a mask once before the first depth, as the labels
+                depths += 1
             roll = sys.modules[GPT].roll_tensor
-            depths = model.config.mtp_num_layers + (before if given is mask else 0)
             _mean_counts(rolls, mask, depths, lambda tensor: roll(tensor, shifts=-1, dims=-1, **place))
-            args, kwargs = put_mask(args, kwargs, given)
+            args, kwargs = put_mask(args, kwargs, mask if given is None else given)
             return original(*args, **kwargs)
 
     return _postprocess

@@ -17,7 +17,7 @@ from typing import Any
 
 from shim.patches._arguments import Function, argument, parameters_of, replacing
 from shim.patches._views import view_with
-from shim.patches.megatron_core._mtp_layers import has_layout, layers_on_earlier_stages
+from shim.patches.megatron_core._mtp_layers import has_layout, labels_of_forks, layers_on_earlier_stages
 from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow
 from shim.patches.megatron_core.mtp_packed_sequences.rolls import Options, with_loss_mask
 from shim.patches.megatron_core.mtp_packed_sequences.step import group_of, in_step
@@ -54,13 +54,9 @@ def patch_postprocess(original: Function, options: Options) -> Function:
 
 def _mtp_labels(original: Function) -> Callable[..., Any]:
     """A getter for the labels of MTP alone, which forks for reinforcement learning take beside labels=None."""
-    taken = parameters_of(original)
-    if "mtp_labels" in taken:
+    if "mtp_labels" in parameters_of(original):
         return argument(original, "mtp_labels")
-    if "mtp_kwargs" not in taken:
-        return lambda args, kwargs: None
-    mtp_of = argument(original, "mtp_kwargs")
-    return lambda args, kwargs: (mtp_of(args, kwargs) or {}).get("mtp_labels")
+    return labels_of_forks(original) or (lambda args, kwargs: None)
 
 
 def _mtp_layers_before(model: Any, here: bool) -> int:
