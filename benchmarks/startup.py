@@ -144,16 +144,19 @@ def instructions(program: str, environ: Mapping[str, str]) -> float:
 
 
 def alternating(programs: Mapping[str, tuple[str, Mapping[str, str]]], runs: int) -> dict[str, float]:
-    """Median CPU seconds of each program: a round runs every one of them once. With 0 rounds its instructions."""
-    if not runs:
-        for program, environ in programs.values():
-            cpu_seconds(program, environ)
-        return {name: instructions(program, environ) for name, (program, environ) in programs.items()}
+    """Median CPU seconds of each program: a round runs every one of them once."""
     taken: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(runs + 1):
         for name, (program, environ) in programs.items():
             taken[name].append(cpu_seconds(program, environ))
     return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
+
+
+def counted(programs: Mapping[str, tuple[str, Mapping[str, str]]]) -> dict[str, float]:
+    """The instructions of each program, once its byte code is written."""
+    for program, environ in programs.values():
+        cpu_seconds(program, environ)
+    return {name: instructions(program, environ) for name, (program, environ) in programs.items()}
 
 
 def output_of(program: str, environ: Mapping[str, str]) -> str:
@@ -170,8 +173,11 @@ def say(name: str, found: float, limit: float, unit: str = "of the imports alone
     return found > limit
 
 
-def measure(release: str, runs: int, top: Path, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
-    """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed."""
+def measure(release: str, runs: int | None, top: Path, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
+    """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed.
+
+    runs: None counts instructions.
+    """
     from shim.testing.releases import fetch
 
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fetch(release)), str(top)])}
@@ -181,11 +187,12 @@ def measure(release: str, runs: int, top: Path, limit: float = LIMIT) -> tuple[d
     programs = {name: (program, below if name == "under shim run" else own) for name, program in WAYS}
     programs = {"stock": (IMPORTS, own), **programs}
     calm = {f"{name}, no GC": (NO_GC + program, environ) for name, (program, environ) in programs.items()}
-    seconds = alternating({**programs, **calm}, runs)
-    unit = "s of CPU time" if runs else "thousand million instructions"
-    print(f"megatron-core {release}: {IMPORTS} takes {seconds['stock']:.2f} {unit}", flush=True)
-    ratios = {name: seconds[name] / seconds["stock"] for name, _ in WAYS}
-    without = {name: seconds[f"{name}, no GC"] / seconds["stock, no GC"] for name, _ in WAYS}
+    every = {**programs, **calm}
+    cost = counted(every) if runs is None else alternating(every, runs)
+    unit = "thousand million instructions" if runs is None else "s of CPU time"
+    print(f"megatron-core {release}: {IMPORTS} takes {cost['stock']:.2f} {unit}", flush=True)
+    ratios = {name: cost[name] / cost["stock"] for name, _ in WAYS}
+    without = {name: cost[f"{name}, no GC"] / cost["stock, no GC"] for name, _ in WAYS}
     missed = [say(name, ratio, limit, f"({without[name]:.3f}) of the imports alone") for name, ratio in ratios.items()]
     opened, size = map(int, output_of(OPENS, own).split())
     missed.append(say("files opened by apply()", opened, MOST_OPENS, f"files, {size / 1e6:.1f} MB"))
@@ -200,11 +207,12 @@ def main() -> int:
     parser.add_argument(
         "--patches", type=int, default=PATCHES, help="how many to measure besides those of today; 0: none"
     )
-    parser.add_argument("--instructions", action="store_true", help="count instructions (needs valgrind)")
-    parser.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
+    either = parser.add_mutually_exclusive_group()  # what is recorded is said to be CPU time
+    either.add_argument("--instructions", action="store_true", help="count instructions (needs valgrind)")
+    either.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
     arguments = parser.parse_args()
     releases = arguments.releases.split(",")
-    runs = 0 if arguments.instructions else arguments.runs
+    runs = None if arguments.instructions else arguments.runs
     rows, missed = {}, False
     with tempfile.TemporaryDirectory() as scratch:
         top = installed(Path(scratch))
