@@ -18,6 +18,14 @@ from shim.testing.proof import CannotRunError, Here, proof
 
 CLS, SEP, MASK, FIRST = 2, 3, 4, 5
 LENGTH = 32
+MASKING: dict[str, Any] = {
+    "masking_probability": 0.3,
+    "masking_max_ngram": 3,
+    "masking_do_full_word": False,
+    "masking_do_permutation": False,
+    "masking_use_longer_ngrams": False,
+    "masking_use_geometric_distribution": False,
+}
 
 
 def sentences_of(count: int = 2, tokens: int = 10) -> list[list[int]]:
@@ -37,12 +45,7 @@ def bert_dataset(pad: int = 0, permutes: bool = False, sentences: list[list[int]
         random_seed=1,
         sequence_length=LENGTH,
         classification_head=True,
-        masking_probability=0.3,
-        masking_max_ngram=3,
-        masking_do_full_word=False,
-        masking_do_permutation=permutes,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
+        **{**MASKING, "masking_do_permutation": permutes},
     )
     dataset.dataset, dataset.sample_index = sentences, np.array([[0, len(sentences), LENGTH - 3]])
     dataset.token_lookup, dataset._pad_token_id = list(words), pad
@@ -132,13 +135,8 @@ def splits_of(
         split=split,
         path_to_cache=str(Path(folder, "index")),
         tokenizer=Tokenizer(),
-        masking_probability=0.3,
         short_sequence_probability=0.1,
-        masking_max_ngram=3,
-        masking_do_full_word=False,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
+        **MASKING,
         **own,
     )
     kinds: Any = getattr(module, name)
