@@ -158,19 +158,20 @@ def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls
         group = group_of_row(row, model.cp_group)
         if not is_parallel(group):
             return original(*args, **kwargs)
-        given = mask_of(args, kwargs)
-        mask = torch.ones_like(labels) if given is None else given
+        mask = mask_of(args, kwargs)
+        without_mask = mask is None
+        mask = given = torch.ones_like(labels) if without_mask else mask
         place = {"cp_group": model.cp_group, **({"packed_seq_params": row} if rolls_rows else {})}
         with RolledMasks(group) as rolls:
             depths = model.config.mtp_num_layers
-            if of_fork and given is None:  # a fork takes ones that are not moved
+            if of_fork and without_mask:  # a fork takes ones that are not moved
                 given = torch.ones_like(labels)
                 rolls.add(given, mask, mask.sum())
             elif of_fork:  # and moves a mask once before the first depth, as the labels
                 depths += 1
             roll = sys.modules[GPT].roll_tensor
             _mean_counts(rolls, mask, depths, lambda tensor: roll(tensor, shifts=-1, dims=-1, **place))
-            args, kwargs = put_mask(args, kwargs, mask if given is None else given)
+            args, kwargs = put_mask(args, kwargs, given)
             return original(*args, **kwargs)
 
     return _postprocess
