@@ -92,12 +92,12 @@ def _of_the_pair(plan: Plan) -> list[str]:
 
 def _count_of_the_pair(plan: Plan) -> list[str]:
     """The same as a count, so that a plan fits a screen."""
-    verdicts = Counter(feature.verdict for feature in plan.lost_features)
-    said = (
-        [f"{len(plan.wrong_pairs)} defect{'s' * (len(plan.wrong_pairs) > 1)} of the pair"] if plan.wrong_pairs else []
-    )
+    verdicts, said = Counter(feature.verdict for feature in plan.lost_features), []
+    if plan.wrong_pairs:
+        wrong = len(plan.wrong_pairs)
+        said.append(f"{wrong} defect{'s' * (wrong > 1)} of the pair")
     if verdicts:
-        said += [f"features lost with this TE: {', '.join(f'{n} {verdict}' for verdict, n in verdicts.items())}"]
+        said.append(f"features lost with this TE: {', '.join(f'{n} {verdict}' for verdict, n in verdicts.items())}")
     return ["", f"Beside this Transformer Engine: {'; '.join(said)} (-v)"] if said else []
 
 
