@@ -33,7 +33,6 @@ MODEL = "model:"  # begins the source of a generic proof
 OVERRIDES = "overrides"  # instead of a proof: shim's verdict on the model's overrides
 
 GO = "go"
-_FEW = 4  # patched sides: what it takes to narrow their search for aliases, they save
 _POLL = 0.005  # seconds between two looks at the processes that run, if nothing tells when one ends
 
 # What most proofs load beyond a GPT model. A release may lack a part.
@@ -119,10 +118,6 @@ def main() -> None:
         if work.preload:
             _preload(work.te, work.device)
             _preload_own(work.tasks)
-            if sum(task.ids is not None for task in work.tasks) > _FEW:
-                from shim._proving.aliases import narrow
-
-                narrow()
     if sys.stdin.readline().strip() == GO:
         _Pool(work, answers).run()
 

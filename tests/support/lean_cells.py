@@ -1,51 +1,30 @@
 """What shim and its helpers do for each test of a cell, shortened in `make test`; together up to a third of its time.
 
-Nearly every test plans, applies and reverts. So modules of packages that know nothing of megatron-core are not searched
-for aliases, where no test puts a function of megatron-core; what installed releases are and say of a patch is read
-once, as none of them changes; and CUDA becomes the CPU once, if calls are nested. `make matrix` does everything on the
-newest cell, as a user's shim does.
+Nearly every test plans, applies and reverts. So what installed releases are and say of a patch is read once, as none of
+them changes; and CUDA becomes the CPU once, if calls are nested. `make matrix` does everything on the newest cell, as a
+user's shim does.
 """
 
 import contextlib
 import functools
 import sys
-import types
 
 import chosen
 from torch.overrides import _get_current_function_mode_stack
 
 from shim import _api
-from shim._engine import transactions
 from shim._planning import options, plan
 from shim._releases.detect import Environment
 from shim.testing import cpu
 
-PATCHED = ("megatron", "transformer_engine")
-
 
 def begin(cell, cells):
-    if (cell == cells[-1] and not chosen.ONCE) or isinstance(transactions.find_aliases, functools.partial):
+    if (cell == cells[-1] and not chosen.ONCE) or isinstance(options.load_matrix, functools.partial):
         return
-    transactions.find_aliases = functools.partial(_find, transactions.find_aliases)
     options.load_matrix = functools.partial(_loaded, options.load_matrix, functools.cache(options.load_matrix))
     _api.detect = functools.partial(_detected, _api.detect, {})
     plan.match = functools.partial(_matched, plan.match, {})
     cpu._CudaMeansCpu = functools.partial(_on_cpu, cpu._CudaMeansCpu)
-
-
-def _find(search, objects, modules=None):
-    names = list(sys.modules) if modules is None else modules
-    return search(objects, [name for name in names if _is_searched(name.partition(".")[0])])
-
-
-@functools.cache
-def _is_searched(package):
-    """Not those of Python and of installed packages."""
-    if package in PATCHED:
-        return True
-    module = sys.modules.get(package)
-    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
-    return package not in sys.stdlib_module_names and "site-packages" not in (file or "")
 
 
 def _loaded(load, load_once, path=None):
