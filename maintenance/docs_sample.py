@@ -41,7 +41,7 @@ def plan_sample(matrix: Matrix, te: str) -> list[str]:
     run = run_named(WORDS, bool(te))
     rows = [_row(matrix, entry, te, run.concern_of(entry.concerns)) for entry in matrix.patches.values()]
     lines = [line for line in grouped(rows, "to apply", False, run.words) if line]
-    said = [headline(rows, "to apply"), concern_line(rows, run.words), *lines[: 2 + SHOWN], "  ..."]
+    said = [headline(rows, "to apply"), concern_line(rows, run.words), *lines[: 1 + SHOWN], "  ..."]
     return [f"$ shim plan --for {WORDS}", *wrapped("\n".join(said), PIPED).split("\n")]
 
 

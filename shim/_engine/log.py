@@ -186,9 +186,7 @@ def line_for(plan: Plan) -> str:
     if plan.options.disabled:
         return f"shim {__version__} is off, because MEGATRON_SHIM_DISABLE is set"
     number = sum(decision.wanted for decision in plan.decisions.values())
-    releases = ", ".join(
-        f"{name} {found.raw or 'of unknown version'}" for name, found in plan.environment.installed.items()
-    )
+    releases = ", ".join(found.release for found in plan.environment.installed.values())
     return (
         f"shim {__version__} applies {number} patch{'' if number == 1 else 'es'} to {releases or 'nothing installed'}; "
         "without it: MEGATRON_SHIM_DISABLE=1, without a patch: MEGATRON_SHIM_EXCLUDE=ID"

@@ -62,7 +62,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     versions = environment.versions
     unclear = environment.installed.keys() - versions.keys() - {entry.distribution}
     beside = [environment.installed[name] for name in entry.needs if name != entry.distribution]
-    release = " beside ".join(f"{i.distribution} {i.raw or 'of unknown version'}" for i in (installed, *beside))
+    release = " beside ".join(i.release for i in (installed, *beside))
     bodies = Bodies(entry, environment, matrix)
     rule = entry.rule_for(versions, unclear)
     candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]

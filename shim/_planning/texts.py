@@ -58,7 +58,9 @@ def plan_text(plan: Plan, verbose: bool = False, run: Run | None = None) -> str:
     lines += [concern_line(rows, run.words)] if run is not None and not missing else []
     lines += [f"  {note}" for note in (*plan.options.concerns_notes, *(run.notes if run is not None else ()))]
     lines += _with_one_word_more(plan, run) if run is not None and not missing else []
-    lines += [f"  {i}" for i in installed]
+    # Where it lies is asked if something is wrong.
+    with_places = verbose or missing or problems or any(row.group == "problem" for row in rows)
+    lines += [f"  {i}" for i in installed] if with_places else ["  " + ", ".join(i.release for i in installed)]
     lines += problems
     if missing and not verbose:
         return "\n".join(lines)

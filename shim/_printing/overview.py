@@ -159,11 +159,12 @@ def grouped(
 
     most: how many patches the sections of silent errors and of crashes name, of which there are many; the others that
     have no problems name one, and the rest is counted.
+    Without `verbose` it says what goes wrong without a patch, else what the patch does.
     needed: leave out those that are not needed here, which the headline counts.
     """
     width = max((len(row.id) for row in rows), default=0)
     sections = [_section(row) for row in rows]
-    header = any(section in _APPLIED for section in sections)
+    header = verbose and any(section in _APPLIED for section in sections)
     for section, title in _TITLES.items():
         members = [row for row, its in zip(rows, sections) if its == section]
         if not members:
@@ -171,8 +172,7 @@ def grouped(
         yield from ["", title.format(applied=applied, Applied=applied.capitalize())]
         if header and section in _APPLIED:
             header = False
-            kind = f"{_HEADER[1]:<8}  " if verbose else ""
-            yield f"  {_HEADER[0]:<{width}}  {kind}{_HEADER[2] if verbose else 'without it'}"
+            yield f"  {_HEADER[0]:<{width}}  {_HEADER[1]:<8}  {_HEADER[2]}"
         few = most if section in ("applied silent", "applied crash", "applied ") else 1
         named = members if most is None or section not in (*_APPLIED, "features") else members[:few]
         for row in named:
@@ -182,7 +182,8 @@ def grouped(
             words = [row.symptom, ", ".join(row.not_known)]
             about += f" [{': '.join(filter(None, words))}]" if section == "open" and any(words) else ""
             what = row.without if applies and not verbose and row.without else row.summary
-            yield f"  {row.id:<{width}}  {changes}{one_line(what)}{about}"
+            # A column of ids would leave half of 80 columns to the text.
+            yield f"  {f'{row.id:<{width}} ' if verbose else f'{row.id}:'} {changes}{one_line(what)}{about}"
             yield from _more_of(row, verbose, section in ("problem", "unknown"))
         if len(named) < len(members):
             yield f"  and {len(members) - len(named)}{MORE}"

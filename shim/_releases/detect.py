@@ -65,6 +65,11 @@ class Installed:
     def version(self) -> Version | None:
         return parse_version(self.raw)
 
+    @property
+    def release(self) -> str:
+        """The name and the version, in words."""
+        return f"{self.distribution} {self.raw or 'of unknown version'}"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "version": self.raw,
@@ -75,8 +80,7 @@ class Installed:
         }
 
     def __str__(self) -> str:
-        place = one_line(self.location)
-        return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {place})"
+        return f"{self.release} ({self.origin}, {one_line(self.location)})"
 
 
 @record

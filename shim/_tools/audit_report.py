@@ -39,11 +39,9 @@ def _totals(found: Audit) -> str:
 
 def as_markdown(found: Audit) -> str:
     """The audit for a pull request: a table, and below it the differences, folded up."""
-    audited = ", ".join(
-        f"{i.distribution} {i.raw or 'of unknown version'}" for i in found.tree.environment.installed.values()
-    )
+    audited = ", ".join(i.release for i in found.tree.environment.installed.values())
     audited += f", commit {found.tree.commit[:10]}" if found.tree.commit else ""
-    audited += "".join(f", beside {i.distribution} {i.raw or 'of unknown version'}" for i in found.beside)
+    audited += "".join(f", beside {i.release}" for i in found.beside)
     lines = [
         f"### shim audit: {plain(audited)}",
         "",

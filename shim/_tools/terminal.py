@@ -108,9 +108,32 @@ def _wrapped(line: str, width: int) -> Iterator[str]:
 
 
 def _filled(text: str, width: int, first: str, later: str) -> list[str]:
+    words = [part for word in text.split(" ") for part in _parts(word, width - len(later))]
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+        " ".join(words),
+        width,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+
+
+def _parts(word: str, room: int, marks: str = ":/.") -> Iterator[str]:
+    """A word that is longer than a line, such as a search path or `module:function`, broken behind marks.
+
+    marks: the first that serves is taken.
+    """
+    if len(word) <= room or not marks:
+        yield word
+        return
+    part = ""
+    for piece in re.findall(rf"[^{marks[0]}]*{re.escape(marks[0])}|[^{marks[0]}]+$", word):
+        if part and len(part) + len(piece) > room:
+            yield from _parts(part, room, marks[1:])
+            part = ""
+        part += piece
+    yield from _parts(part, room, marks[1:])
 
 
 def coloured(text: str) -> str:

@@ -220,7 +220,7 @@ def test_the_second_job_says_which_patches_apply_and_runs_the_tests(jobs, run_st
     steps = steps_of(jobs["test"])
     good = megatron(tmp_path / "good", "0.16.0", {"roll.py": BROKEN})
     code, _, said = run_step(steps["Say which patches apply"], path=[good])
-    assert code == 0 and "To apply:\n  patch" in said
+    assert code == 0 and "To apply:\n  roll-fix: " in said
     bad = megatron(tmp_path / "bad", "0.16.0", {"roll.py": EDITED})
     assert run_step(steps["Say which patches apply"], path=[bad])[0] == 1
     for text, expected in (("def test(): pass\n", 0), ("def test(): assert 0\n", 1)):

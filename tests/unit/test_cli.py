@@ -48,7 +48,7 @@ def test_plan_begins_with_a_headline_and_says_what_each_patch_does(shim):
     code, out, err = shim("plan")
     assert (code, err) == (0, "")
     assert out.startswith("2 patches apply; 0 not needed here, 0 problems\n")
-    assert "\n  patch           without it\n  roll-fix        rolls stay inside their sequence\n" in out
+    assert "\n  roll-fix: rolls stay inside their sequence\n" in out
     out = shim("plan", "-v")[1]
     assert "\n  patch           changes   what shim does\n  roll-fix        values    rolls stay " in out
     assert "variant old of megatron.core.roll:roll, megatron.core.roll:Layer.forward\n" in out
@@ -61,7 +61,7 @@ def test_problems_come_first(shim, world):
     world.install(EDITED)
     out = shim("plan")[1]
     assert out.startswith("1 patch applies; 0 not needed here, 1 problem\n")
-    assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  patch")
+    assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  faster-forward: ")
     assert "their sequence (drifted)\n      megatron-core 0.16.0 differs at megatron.core.roll:roll" in out
     assert "\n      Remedy: let the proofs decide, in some minutes: shim pin --prove" in out
 
@@ -82,7 +82,7 @@ def test_features_are_not_mixed_with_fixes(shim, world):
     world.install(BROKEN)
     out = shim("plan")[1]
     assert out.startswith("2 patches apply;")
-    assert "To apply:\n  patch     " in out and "without effect until you use them" in out
+    assert "To apply:\n  roll-fix: " in out and "without effect until you use them" in out
     assert out.index("until you use them") < out.index("faster-forward")
 
 
@@ -113,7 +113,7 @@ def test_a_report_before_the_imports_says_what_waits(shim, importable):
     with library.patched() as report:
         text = str(report)
     assert text.startswith("0 patches applied; 2 waiting for an import, 0 not needed here, 0 problems\n")
-    assert "Waiting until their modules are imported:\n  roll-fix        rolls stay" in text
+    assert "Waiting until their modules are imported:\n  roll-fix: rolls stay" in text
 
 
 def test_list_says_what_there_is(shim, world):

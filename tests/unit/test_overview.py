@@ -19,7 +19,7 @@ def test_patches_are_grouped_by_what_goes_wrong_without_them(world):
     out = str(world.install(BROKEN).plan())
     assert out.startswith("2 patches apply: 1 fixes a silent error, 1 use of memory; 0 not needed here, 0 problems\n")
     silent, memory = out.index("Fixed: silently wrong results\n"), out.index("Fixed: more memory than")
-    assert silent < out.index("  roll-fix ") < memory < out.index("  faster-forward ")
+    assert silent < out.index("  roll-fix: ") < memory < out.index("  faster-forward: ")
 
 
 def described(world):
@@ -29,10 +29,7 @@ def described(world):
 
 def test_what_concerns_a_run_comes_first_with_what_would_go_wrong(world):
     out = described(world).text(run=run_named("packed,tp", False))
-    assert (
-        "\n1 of them concerns a run with packed, tp (1 silent)\n" in out
-        and "roll-fix        rolls cross sequences" in out
-    )
+    assert "\n1 of them concerns a run with packed, tp (1 silent)\n" in out and "roll-fix: rolls cross sequences" in out
 
 
 def test_a_run_is_told_which_word_more_would_add_patches(world):

@@ -47,6 +47,19 @@ def test_no_line_is_longer_than_the_terminal_but_for_a_word():
     assert [len(line) > 70 for line in wrapped(long, 70).split("\n")].count(True) == 1
 
 
+def test_a_name_that_no_line_can_hold_is_broken_behind_a_mark():
+    name, path = f"package.{'m' * 20}:{'C' * 20}.{'f' * 20}", f"/{'d' * 30}/{'e' * 20}:/{'d' * 30}/short"
+    assert wrapped(f"      binds {name}", 60).split("\n") == [
+        f"      binds package.{'m' * 20}:",
+        f"        {'C' * 20}.{'f' * 20}",
+    ]
+    assert wrapped(f"- {path}", 50).split("\n") == [
+        f"- /{'d' * 30}/",
+        f"  {'e' * 20}:",
+        f"  /{'d' * 30}/short",
+    ]
+
+
 @pytest.mark.parametrize(
     "text", [f"| {'cell | ' * 20}", f"```\n{'code ' * 30}\n```", f"      -{'old ' * 30}", f"        {'deep ' * 30}"]
 )
