@@ -301,7 +301,9 @@ def enforce_lock(plan: Plan) -> None:
             shown += (
                 f" ({more} more tree{'s' if more > 1 else ''} in the lock {'are' if more > 1 else 'is'} less like it)"
             )
+        left_out = [id for id in tree["patches"] if id in plan.options.exclude]
+        first = f"take {', '.join(left_out[:FEW])} out of MEGATRON_SHIM_EXCLUDE and `exclude`; or " if left_out else ""
         raise NotMetError(
-            f"{HELD} {path}, but differs from it: {shown}. Nothing was applied. Remedy: see `shim diff {path}`, then "
-            "install what the lock names, or write a new lock with `shim pin --lock FILE`."
+            f"{HELD} {path}, but differs from it: {shown}. Nothing was applied. Remedy: {first}see `shim diff {path}`, "
+            "then install what the lock names, or write a new lock with `shim pin --lock FILE`."
         )
