@@ -169,7 +169,11 @@ def grouped(
         members = [row for row, its in zip(rows, sections) if its == section]
         if not members:
             continue
-        yield from ["", title.format(applied=applied, Applied=applied.capitalize())]
+        title = title.format(applied=applied, Applied=applied.capitalize())
+        if section == "features" and not (verbose or any(row.remedy or row.holds or row.others for row in members)):
+            yield from ["", f"{title} {', '.join(row.id for row in members)}"]
+            continue
+        yield from ["", title]
         if header and section in _APPLIED:
             header = False
             yield f"  {_HEADER[0]:<{width}}  {_HEADER[1]:<8}  {_HEADER[2]}"

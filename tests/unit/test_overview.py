@@ -71,7 +71,8 @@ def test_a_section_that_is_long_names_some_and_counts_the_rest_but_for_problems(
     rows = [*rows_of(9), *rows_of(6, group="problem"), *rows_of(4, group="features")]
     lines = list(overview.grouped(rows, "to apply", False, most=4))
     assert [sum(f" {kind}-" in line for line in lines) for kind in ("applied", "problem", "features")] == [4, 6, 1]
-    assert [line for line in lines if line.endswith(overview.MORE)] == ["  and 5 more (-v)", "  and 3 more (-v)"]
+    assert [line for line in lines if line.endswith(overview.MORE)] == ["  and 5 more (-v)"]
+    assert lines[-1].endswith("until you use them: features-0, features-1, features-2, features-3")  # all in a line
     assert not any(line.endswith(overview.MORE) for line in overview.grouped(rows, "to apply", False))
 
 
