@@ -243,7 +243,7 @@ def test_selection_counts(held):
         with pytest.raises(NotMetError, match=r"roll-fix: applied \(variant old\) in the lock, not applied here"):
             shim.apply(lock=held.lock, **arguments)
     os.environ["MEGATRON_SHIM_EXCLUDE"] = "roll-fix"
-    with pytest.raises(NotMetError, match="not applied here.* Remedy: take roll-fix out of MEGATRON_SHIM_EXCLUDE"):
+    with pytest.raises(NotMetError, match=r"not applied here.* Remedy: take roll-fix out of MEGATRON_SHIM_EXCLUDE"):
         shim.apply(lock=held.lock)
 
 
