@@ -146,8 +146,10 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
                 continue  # such as torch's Tensor, which almost every module holds
             values = list(namespace.values())
             inside = _of_type((type, *DESCRIPTORS), values)
-            left += _of_type(type, inside)
-            held = [value.__func__ for value in _of_type(DESCRIPTORS, inside)]
+            held = []
+            if inside:  # few classes have a class or a descriptor
+                left += _of_type(type, inside)
+                held = [value.__func__ for value in _of_type(DESCRIPTORS, inside)]
             if not absent(map(id, values)) or not absent(map(id, held)):
                 found += [(cls, key, value) for key, value in list(namespace.items()) if id(unwrap(value)) in wanted]
     return found

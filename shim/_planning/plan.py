@@ -104,9 +104,19 @@ class Plan:
                 found.setdefault(module, set()).add(target)
         return found
 
-    def concerned(self, targets: set[str]) -> list[Decision]:
+    @computed_once
+    def _binding(self) -> Mapping[str, Set[str]]:
+        """The ids of the contenders that bind a target, by target; under "" those that have ways to a body."""
+        found: dict[str, set[str]] = {"": {d.id for d in self._contenders if d.reached_by}}
+        for decision in self._contenders:
+            for target in decision.targets:
+                found.setdefault(target, set()).add(decision.id)
+        return found
+
+    def concerned(self, targets: Set[str]) -> list[Decision]:
         """The contenders that bind one of these targets, and those that have ways to a body, in their order."""
-        return [d for d in self._contenders if d.reached_by or not targets.isdisjoint(d.targets)]
+        ids = set().union(*(self._binding.get(target, ()) for target in ("", *targets)))
+        return [decision for decision in self._contenders if decision.id in ids]
 
     @computed_once
     def awaited(self) -> frozenset[str]:
