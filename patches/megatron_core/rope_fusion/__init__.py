@@ -22,9 +22,7 @@ sequence begins with the row that the first sequence begins with. A table of pos
 rotated as in rope-thd, because a loop over sequences would need a host read to tell.
 
 Not covered:
-- fused_single_qkv_rope (0.15 to 0.20) ignores rotary_interleaved and the factor of YaRN. Attention.forward decides on
-  it in the middle of its body and calls Transformer Engine directly. The attentions of MLA override that method, so
-  shim.check would call a patch there shadowed. Leave the option off with either argument.
+- fused_single_qkv_rope (0.15 to 0.20), another kernel: fused-qkv-rope puts it off where it ignores an argument.
 - Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla. Their kernels interleave, find the
   factor of YaRN in the table, and get the offsets and, from 0.14 on, the ranks. In 0.13 packed rows of MLA under
   context parallelism need to be unfused (mla-packed-rope). DSA forbids fusion; DSA and dynamic_context call
