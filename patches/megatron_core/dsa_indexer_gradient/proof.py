@@ -46,9 +46,7 @@ class Attention(torch.nn.Module):
         indexer = dsa.DSAIndexerSubmodules(Duplicated, Duplicated, Norm, Duplicated)
         parts = dsa.DSAttentionSubmodules(indexer=ModuleSpec(dsa.DSAIndexer, submodules=indexer))
         self.core = dsa.DSAttention(config, parts, 1, self.mask, "self", softmax_scale=1.0)
-        rank, size = (
-            getattr(parallel_state, f"get_tensor_model_parallel_{what}")() for what in ("rank", "world_size")
-        )
+        rank, size = (getattr(parallel_state, f"get_tensor_model_parallel_{what}")() for what in ("rank", "world_size"))
         generator = torch.Generator().manual_seed(0)
         self.heads = [
             torch.randn(TOKENS, BATCH, HEADS, WIDTH, generator=generator).chunk(size, 2)[rank] for _ in range(3)
@@ -58,7 +56,7 @@ class Attention(torch.nn.Module):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
 
     def forward(self, hidden: Tensor, attention_mask: None) -> tuple[Tensor]:
-        """[s, b, h], under sequence parallelism a rank's tokens -> as many numbers, whose gradient trains the indexer."""
+        """[s, b, h], under sequence parallelism a rank's tokens -> as many numbers, which train the indexer."""
         low_rank = hidden[..., : self.config.q_lora_rank]
         output = self.core(*self.heads, None, x=hidden, qr=low_rank, attn_mask_type=self.mask)
         return (output.mean().expand_as(hidden),)
