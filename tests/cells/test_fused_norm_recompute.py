@@ -1,0 +1,57 @@
+"""fused-norm-recompute: a step is that without recompute, and outputs that are no inputs are thrown away as ever."""
+
+import pytest
+import torch
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.fused_norm_recompute.proof import TOKENS, WIDTH, Norm, without_te
+from shim.testing.cpu import storage_shared_in_python
+
+CELLS = {"0.16.1": "first", "0.19.2": "all"}
+
+ID = "fused-norm-recompute"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+
+EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+
+
+def gradients(recompute):
+    model = testing.build_gpt(mtp_num_layers=None, **EXPERTS, **(RECOMPUTE if recompute else {}))
+    for layer in model.decoder.layers:
+        layer.pre_mlp_layernorm.__class__ = Norm
+        assert layer.recompute_pre_mlp_layernorm == recompute
+    row = torch.arange(12)[None]
+    with without_te(), storage_shared_in_python():
+        model(row, row, None, labels=row.roll(-1, 1)).mean().backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@needed
+def test_a_step_is_that_without_recompute():
+    with shim.patched(only=[ID], require=[ID]):
+        found = gradients(recompute=True)
+    right = gradients(recompute=False)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@needed
+def test_the_norm_itself_is_thrown_away():
+    hidden = torch.randn(TOKENS, 1, WIDTH, requires_grad=True) * 1.0
+    with shim.patched(only=[ID], require=[ID]), without_te() as random:
+        checkpoint = random.CheckpointWithoutOutput()
+        normed, residual = checkpoint.checkpoint(Norm(WIDTH), hidden)
+        checkpoint.discard_output_and_register_recompute(normed.sin())
+    assert normed.untyped_storage().nbytes() == 0
+    assert torch.equal(residual, hidden)
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_has_no_such_norm():
+    from megatron.core.transformer import TransformerConfig
+
+    assert shim.plan()[ID].action == "not-needed"
+    assert "fused_residual_rmsnorm" not in TransformerConfig.__dataclass_fields__
