@@ -18,7 +18,7 @@ from shim.testing.proof import Here, proof
 ATTENTION = "megatron.core.transformer.attention"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 TOKENS = 12
-YARN = {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": None, "yarn_mscale_all_dim": None}
+YARN = {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
 
 
 def _kernel(qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, sizes: list[int], **told: Any) -> tuple[Tensor, ...]:
