@@ -24,6 +24,7 @@ BESIDE = {
     # Layers of moved-symbols have experts so that they can be told apart; a clamp concerns dense layers too.
     "moe": {"moved-symbols", "clamped-activations"},
     "mtp": {"fused-linear-logprob", "checkpoint-non-tensors", "router-padding-mask"},
+    "mla": {"dsa-indexer-gradient"},  # "dsa" says it
     "recompute": {"router-replay", "mla-rope-key-gradient"},
     "lora": {"main-param-names", "tp-attributes", "te-frozen-experts"},  # who freezes some experts has no adapters
 }
