@@ -226,10 +226,16 @@ def _mamba_layer(mixer: type[nn.Module], norm: Any, bda: Any) -> Any:
 def run_mtp_on_labels(model: Any) -> None:
     """Let a model whose multi-token prediction asks for labels of its own have them if it is trained.
 
-    Forks for reinforcement learning train these layers only if they get `mtp_kwargs={"mtp_labels": ...}`, which are the
-    tokens of the row, as its trainers give them (see `mtp_shift`). A hybrid model may get labels as `mtp_labels`.
+    A fork for reinforcement learning is called as its trainers do (see `_TrainersCall`). A hybrid model may get labels
+    as `mtp_labels`.
     """
-    if model.config.mtp_num_layers and _parameters(model) & {"mtp_kwargs", "mtp_labels"}:
+    if not model.config.mtp_num_layers:
+        return
+    if "mtp_kwargs" in _parameters(model):
+        call = _TrainersCall()
+        model.register_forward_pre_hook(call.give, with_kwargs=True)
+        model.register_forward_hook(call.take)
+    elif "mtp_labels" in _parameters(model):
         model.register_forward_pre_hook(_with_mtp_labels, with_kwargs=True)
 
 
@@ -246,12 +252,34 @@ def _parameters(model: Any) -> Set[str]:
 
 
 def _with_mtp_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    if kwargs.get("labels") is None or kwargs.keys() & {"mtp_kwargs", "mtp_labels"}:
+    if kwargs.get("labels") is None or "mtp_labels" in kwargs:
         return None
-    if "mtp_kwargs" not in _parameters(model):
-        return args, {**kwargs, "mtp_labels": kwargs["labels"]}
-    tokens = args[0] if args else kwargs["input_ids"]
-    return args, {**kwargs, "mtp_kwargs": {"mtp_labels": tokens}}
+    return args, {**kwargs, "mtp_labels": kwargs["labels"]}
+
+
+class _TrainersCall:
+    """Hooks for a model that slime and miles train: they call it without labels, and compute the main loss themselves.
+
+    Multi-token prediction is trained only if the call has `mtp_kwargs={"mtp_labels": ...}`, the tokens of the row (see
+    `mtp_shift`). A caller of a model with these hooks gives labels and gets losses, as of any other model.
+    """
+
+    def __init__(self) -> None:
+        self.labels: Tensor | None = None
+
+    def give(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        self.labels = None if "mtp_kwargs" in kwargs else kwargs.get("labels")
+        if self.labels is None:
+            return None
+        tokens = args[0] if args else kwargs["input_ids"]
+        return args, {**kwargs, "labels": None, "mtp_kwargs": {"mtp_labels": tokens}}
+
+    def take(self, model: Any, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        labels, self.labels = self.labels, None
+        if labels is None or not model.post_process:
+            return None
+        loss: Tensor = model.compute_language_model_loss(labels, output.transpose(0, 1).contiguous())
+        return loss
 
 
 @contextlib.contextmanager

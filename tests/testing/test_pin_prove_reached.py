@@ -62,14 +62,15 @@ def asking(name):
 
 
 def taking_tokens():
-    """Edits after which it gets tokens in `mtp_kwargs`, which are not moved by one as labels are."""
+    """Edits after which it gets tokens in `mtp_kwargs`, which are not moved by one as labels are, and no labels."""
     packed = "shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed_seq_params"
     moved = f"            mtp_labels, _ = roll_tensor(mtp_labels, {packed})\n"
     moved += f"            loss_mask, _ = roll_tensor(loss_mask, {packed})\n"
+    taken = "            assert labels is None\n            mtp_labels = mtp_kwargs['mtp_labels']\n"
     loop = "            for mtp_layer_number in range(self.config.mtp_num_layers):\n                # output\n"
     return [
         *asking("mtp_kwargs"),
-        (GPT, "            mtp_labels = labels.clone()\n", "            mtp_labels = mtp_kwargs['mtp_labels']\n"),
+        (GPT, "            mtp_labels = labels.clone()\n", taken),
         (GPT, loop, moved + loop),
     ]
 
@@ -80,7 +81,10 @@ BESIDE = ",mtp-gather-gradient"  # a proof of the second asks for it
 
 @in_full
 def test_a_tree_that_wants_tokens_for_multi_token_prediction_gets_them(tmp_path):
-    """As slime's and miles' images do. The truth of packed rows is moved with them, and so are counts of targets."""
+    """As slime's and miles' images do, whose trainers give a model no labels and compute the main loss themselves.
+
+    The truth of packed rows is moved with them, and so are counts of targets.
+    """
     ids = BOTH + ",mtp-packed-sequences,mtp-loss-cp"
     found, _ = prove(edited("0.16.1", tmp_path / "tree", taking_tokens()), ids + BESIDE, tmp_path)
     assert {id: said["verdict"] for id, said in found.items()} == dict.fromkeys(ids.split(","), "fixed")
