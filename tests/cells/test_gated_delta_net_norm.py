@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+import trainers_in_small as trainers
+from trainer_cases import both
 
 import shim
 from shim import testing
@@ -27,6 +29,9 @@ needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 
 
 def patched(active=True):
+    """active: also "trainer" or "shim", which comes first where slime has a function of its own in that place."""
+    if isinstance(active, str):
+        return both(trainers.slime_coalesced_gradients, ID, active)
     return shim.patched(only=[ID], require=[ID]) if active else contextlib.nullcontext()
 
 
@@ -100,11 +105,20 @@ def of_another_layer(layer):
 
 
 @needed
-@pytest.mark.parametrize("change", [nothing, only_norms])
-def test_one_all_reduce_sums_the_norms_of_all_layers(ranks2, change):
-    first, second = ranks2.run(on_two_ranks, sums_of_a_step, 2, True, change)
+@pytest.mark.parametrize(
+    ("active", "change", "expected_sums"),
+    [
+        (True, nothing, [2 * HEAD]),
+        (True, only_norms, [2 * HEAD]),
+        ("shim", nothing, [HEAD, HEAD]),
+        ("trainer", nothing, [HEAD, HEAD]),
+    ],
+)
+def test_one_all_reduce_sums_the_norms_of_all_layers(ranks2, active, change, expected_sums):
+    """A trainer's function that sums each gradient alone does so here, too."""
+    first, second = ranks2.run(on_two_ranks, sums_of_a_step, 2, active, change)
     for sums, before, after in (first, second):
-        assert sums == [2 * HEAD]
+        assert sums == expected_sums
         for name, gradient in after.items():
             expected = first[1][name] + second[1][name] if "out_norm" in name else before[name]
             assert torch.equal(gradient, expected), name

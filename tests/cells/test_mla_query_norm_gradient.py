@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+import trainers_in_small as trainers
+from trainer_cases import both
 
 import shim
 from shim import testing
@@ -38,7 +40,17 @@ def frozen(layer):
     layer.q_layernorm.requires_grad_(False)
 
 
-def summed(active, change, sequence_parallel):
+def patched(beside):
+    """The patch, after ("trainer") or before ("shim") slime has put its own function in the place of the one that sums.
+
+    None: no slime.
+    """
+    if beside is None:
+        return shim.patched(only=[ID], require=[ID])
+    return both(trainers.slime_coalesced_gradients, ID, beside)
+
+
+def summed(active, change, sequence_parallel, beside=None):
     """How many numbers are in each sum over ranks, and the gradients before and after it, by name."""
     from megatron.core import parallel_state
 
@@ -66,7 +78,7 @@ def summed(active, change, sequence_parallel):
         wrapped.finish_grad_sync()
         weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         before = {name: weight.main_grad.clone() for name, weight in weights.items()}
-        patch = shim.patched(only=[ID], require=[ID]) if active else contextlib.nullcontext()
+        patch = patched(beside) if active else contextlib.nullcontext()
         with patch, mock.patch.object(torch.distributed, "all_reduce", counted):
             getattr(finalize, name)([wrapped], config)
         return sums, before, {name: weight.main_grad.clone() for name, weight in weights.items()}
@@ -81,6 +93,15 @@ def test_the_norm_of_the_query_is_left_out_and_that_of_heads_is_summed(ranks2):
     first, second = ranks2.run(on_two_ranks, True, nothing, False)
     for sums, before, after in (first, second):
         assert sums == [HIDDEN]  # still one message
+        for name in after:
+            whole = first[1][name] + second[1][name]
+            assert torch.equal(after[name], whole if name == OF_HEADS else before[name]), name
+
+
+@pytest.mark.parametrize("beside", ["shim", "trainer"])
+def test_a_function_that_a_trainer_has_in_that_place_leaves_it_out_too(ranks2, beside):
+    first, second = ranks2.run(on_two_ranks, True, nothing, False, beside)
+    for _, before, after in (first, second):
         for name in after:
             whole = first[1][name] + second[1][name]
             assert torch.equal(after[name], whole if name == OF_HEADS else before[name]), name

@@ -103,6 +103,23 @@ def undoing():
         undo.undo()
 
 
+@contextlib.contextmanager
+def both(bind, id, first):
+    """A trainer and one patch, in an order."""
+
+    def trainer():
+        bind(stack.enter_context(undoing()), [])
+
+    def patch():
+        stack.enter_context(shim.patched(only=[id], require=[id]))
+
+    with contextlib.ExitStack() as stack:
+        for enter in (trainer, patch) if first == "trainer" else (patch, trainer):
+            enter()
+        assert shim.check()[id].state == "applied"  # which goes around a trainer that came last
+        yield
+
+
 class Together:
     """A trainer and shim in one process, in an order, until the end of the with-block."""
 

@@ -17,6 +17,8 @@ import functools
 import importlib
 import sys
 
+import torch
+
 RANDOM = "megatron.core.tensor_parallel.random"
 MTP = "megatron.core.transformer.multi_token_prediction"
 GPT = "megatron.core.models.gpt.gpt_model"
@@ -153,11 +155,19 @@ def nemo_step(undo, seen):
 
 
 def slime_coalesced_gradients(undo, seen):
+    """It sums what stock sums, each gradient alone."""
     module = sys.modules[FINALIZE]
     names = ["_allreduce_non_tensor_model_parallel_grads", "_allreduce_layernorm_grads"]
 
     def in_chunks(model, config, tp_group=None):
         seen.append("_allreduce")
+        for chunk in model:
+            for name, weight in module.get_attr_wrapped_model(chunk, "named_parameters")():
+                of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+                of_tokens = config.sequence_parallel and getattr(weight, "sequence_parallel", False)
+                if weight.requires_grad and (of_heads or of_tokens):
+                    group = tp_group or module.parallel_state.get_tensor_model_parallel_group()
+                    torch.distributed.all_reduce(weight.main_grad, group=group)
 
     for name in names:
         if hasattr(module, name):

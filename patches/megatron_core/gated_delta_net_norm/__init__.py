@@ -13,8 +13,8 @@ loaded.
 
 Upstream: open (issue 7452, finding 11).
 
-Not covered: a trainer with another function in the place of _allreduce_non_tensor_model_parallel_grads, as slime has.
-The report says "conflict" then.
+A trainer may have another function in the place of _allreduce_non_tensor_model_parallel_grads, as slime has, which sums
+in chunks and has the same defect. The patch holds around it, as long as it asks chunks for their named parameters.
 
 Delete when: finalize_model_grads sums the gradient in every supported release.
 """

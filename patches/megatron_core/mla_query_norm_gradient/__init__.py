@@ -12,8 +12,8 @@ sequence_parallel. All other gradients are summed or averaged as before, in the 
 
 Upstream: open.
 
-Not covered: a trainer with another function in the place of the one that sums, as slime has. The report says "conflict"
-then.
+A trainer may have another function in the place of the one that sums, as slime has, which sums in chunks and has the
+same defect. The patch holds around it, as long as it asks chunks for their named parameters.
 
 Delete when: finalize_model_grads leaves these norms out in every supported release.
 """
