@@ -159,54 +159,42 @@ TEST = '''\
 """{id}: {mark} what these tests show, in one sentence."""
 
 import pytest
+from needed import needed
 
 import shim
 
 CELLS = {cells}
 
 ID = "{id}"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-{fixture}
+pytestmark = {marks}
 
-@needed
+
 def test_what_stock_does_right_stays():
     """{mark} in which case the patch has nothing to do."""
     with shim.patched(only=[ID], require=[ID]):
         pytest.fail("{mark} run that case, and compare with stock, bit for bit")
 '''
 
-RIGHT = '''
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """{mark} why."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    pytest.fail("{mark} show that stock is right, or that it lacks what the patch fixes")
-'''
-
-ONE_RANK = 'pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py\n'
+ONE_RANK = '[needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py'
 
 
 def _cells(proposal: Proposal) -> dict[str, str]:
-    """Where `make test` runs them: every case on the newest variant, the first of each test on others and without."""
+    """Where `make test` runs them: on the newest release with the newest variant. Proofs show the other variants."""
     core = proposal.distribution == "megatron-core"
     shown = EVERYDAY if core else EVERYDAY_PAIRS
-    found: dict[str, str] = {}
-    for releases in (*reversed(proposal.variants.values()), *proposal.without):
+    for releases in reversed(proposal.variants.values()):
         of_it = [cell for cell in shown if cell.partition("+")[0 if core else 2] in releases]
         if of_it:
-            found[of_it[-1]] = "first" if found else "all"
-    return found or {shown[-1]: "all"}
+            return {of_it[-1]: "all"}
+    return {shown[-1]: "all"}
 
 
 def test(proposal: Proposal) -> str:
     """The tests of the patch. Each fails until it is written."""
     core = proposal.distribution == "megatron-core"
-    text = TEST.format(
+    return TEST.format(
         id=proposal.id,
         mark=MARK,
-        fixture=ONE_RANK if core else "",
+        marks=ONE_RANK if core else "needed(ID)",
         cells=json.dumps(_cells(proposal)),
     )
-    return text + (RIGHT.format(mark=MARK) if proposal.without else "")

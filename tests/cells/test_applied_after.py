@@ -14,7 +14,7 @@ from shim import testing
 from shim._engine.names import unwrap
 from shim.testing import Layout
 
-CELLS = {"0.16.1": "all", "0.19.2": "first"}
+CELLS = {"0.16.1": "all"}
 
 ABOUT = []  # the patches, see chosen.py
 

@@ -6,7 +6,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 import shim
 from shim.patches.megatron_core.async_save_copies.proof import dropped, nothing, request
 
-CELLS = {"0.12.0": "first", "0.16.0": "all", "0.17.1": "first"}
+CELLS = {"0.16.0": "all"}
 
 ID = "async-save-copies"
 NEEDED = shim.plan()[ID].wanted

@@ -13,7 +13,7 @@ from shim.patches.megatron_core.bert_samples.proof import (
     splits_of,
 )
 
-CELLS = {"0.12.0": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "bert-samples"
 

@@ -16,7 +16,7 @@ from shim.patches.megatron_core.biased_mlp_recompute.proof import MODEL, RECOMPU
 from shim.testing import Layout
 from shim.testing.model import ON_CPU
 
-CELLS = {"0.12.3": "first", "0.15.3": "all", "0.19.2": "first"}
+CELLS = {"0.15.3": "all"}
 
 ID = "biased-mlp-recompute"
 pytestmark = [

@@ -14,7 +14,7 @@ from shim import testing
 from shim.patches.megatron_core.broadcast_data_group.proof import row_of
 from shim.testing import Layout
 
-CELLS = {"0.12.3": "first", "0.14.0": "all"}
+CELLS = {"0.14.0": "all"}
 
 ID = "broadcast-data-group"
 NEEDED = shim.plan()[ID].wanted

@@ -12,7 +12,7 @@ from shim.patches.megatron_core.checkpoint_write_format.proof import weights_los
 from shim.testing.proof import Here
 from shim.testing.sharded import WRITER
 
-CELLS = {"0.12.0": "all", "0.16.1": "first"}
+CELLS = {"0.12.0": "all"}
 
 ID = "checkpoint-write-format"
 NEEDED = shim.plan()[ID].wanted

@@ -24,7 +24,7 @@ from shim.patches.megatron_core.chunked_logprob import proof as chunked_logprob_
 from shim.patches.megatron_core.chunked_logprob.proof import BATCH, TOKENS, VOCABULARY, truth
 from shim.testing import Footprint, Layout
 
-CELLS = {"0.12.3": "all", "0.16.0": "first"}
+CELLS = {"0.12.3": "all"}
 
 ID = "chunked-logprob"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

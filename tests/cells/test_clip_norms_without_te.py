@@ -8,7 +8,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 import shim
 from shim.patches.megatron_core.clip_norms_without_te.proof import WIDTH, seen, tower
 
-CELLS = {"0.12.3": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "clip-norms-without-te"
 pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py

@@ -12,7 +12,7 @@ from shim.patches.megatron_core.cp_comm_type_list.proof import KINDS, taken
 from shim.testing import Layout
 from shim.testing.attention import CPUCoreAttention
 
-CELLS = {"0.14.0": "all", "0.17.1": "first"}
+CELLS = {"0.14.0": "all"}
 
 ID = "cp-comm-type-list"
 NEEDED = shim.plan()[ID].wanted

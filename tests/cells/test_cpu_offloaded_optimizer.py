@@ -26,7 +26,7 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import (
 from shim.testing import Layout
 from shim.testing.user_model import ModelError
 
-CELLS = {"0.12.0": "first", "0.15.3": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "cpu-offloaded-optimizer"
 VARIANT = shim.plan()[ID].variant

@@ -22,7 +22,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import (
 from shim.patches.megatron_core.dp_reshardable_empty_bucket import STATE, bindings
 from shim.patches.megatron_core.dp_reshardable_empty_bucket.proof import BY_DATA, SETTINGS
 
-CELLS = {"0.12.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ID = "dp-reshardable-empty-bucket"
 NEEDED = shim.plan()[ID].wanted

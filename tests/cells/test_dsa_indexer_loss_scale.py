@@ -10,7 +10,7 @@ import shim
 from shim import testing
 from shim.patches.megatron_core.dsa_indexer_loss_scale.proof import gradients
 
-CELLS = {"0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "dsa-indexer-loss-scale"
 NEEDED = shim.plan()[ID].wanted

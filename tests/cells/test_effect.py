@@ -16,15 +16,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {
-    "0.12.0": "first",
-    "0.13.1": "first",
-    "0.14.0": "first",
-    "0.16.0": "first",
-    "0.17.0": "all",
-    "0.18.2": "first",
-    "0.19.2": "first",
-}
+CELLS = {"0.17.0": "all"}
 
 ABOUT = ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"]  # the patches, see chosen.py
 

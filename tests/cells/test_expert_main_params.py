@@ -13,7 +13,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import MODEL, Training, 
 from shim.patches.megatron_core.expert_main_params.proof import EXPERTS, more_precise, wrong_main_params
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.15.3": "all"}
+CELLS = {"0.15.3": "all"}
 
 ID = "expert-main-params"
 NEEDED = shim.plan()[ID].wanted

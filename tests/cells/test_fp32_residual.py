@@ -15,7 +15,7 @@ from shim.patches.megatron_core.fp32_residual import PIPELINED, SCHEDULES, probe
 from shim.patches.megatron_core.fp32_residual.proof import LAYERS, TOKENS, build, mamba_layer, norms_as_of_apex
 from shim.patches.megatron_core.masked_microbatch.proof import microbatches, scheduled
 
-CELLS = {"0.14.0": "all", "0.16.0": "first", "0.17.0": "first"}
+CELLS = {"0.14.0": "all"}
 
 ID = "fp32-residual"
 NEEDED = shim.plan()[ID].wanted

@@ -7,7 +7,7 @@ import shim
 from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_adam
 from shim.patches.megatron_core.fp32_weight_states.proof import MIXED, of_another_weight
 
-CELLS = {"0.12.0": "first", "0.15.3": "all", "0.19.2": "first"}
+CELLS = {"0.15.3": "all"}
 
 ID = "fp32-weight-states"
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -17,7 +17,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.13.1": "first", "0.14.0": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ABOUT = ["mtp-recompute"]  # the patches, see chosen.py
 

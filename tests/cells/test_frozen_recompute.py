@@ -13,7 +13,7 @@ from shim import testing
 from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.patches.megatron_core.frozen_recompute.proof import UNIFORM, adapted, row
 
-CELLS = {"0.12.3": "all", "0.18.2": "first"}
+CELLS = {"0.12.3": "all"}
 
 ID = "frozen-recompute"
 METHODS = [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, {**UNIFORM, "recompute_method": "block"}]

@@ -9,7 +9,7 @@ from shim import testing
 from shim.patches.megatron_core.fsdp_no_shard_gradients.proof import buffers_class, reduced
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.14.0": "first", "0.17.1": "all", "0.18.2": "first"}
+CELLS = {"0.17.1": "all"}
 
 ID = "fsdp-no-shard-gradients"
 NEEDED = shim.plan()[ID].wanted

@@ -9,7 +9,7 @@ import shim
 from shim.patches.megatron_core.fsdp_optimizer_state.proof import SETTINGS, error, sharded, trained, weights
 from shim.testing.proof import CannotRunError
 
-CELLS = {"0.13.1": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 
 ID = "fsdp-optimizer-state"
 NEEDED = shim.plan()[ID].wanted

@@ -9,7 +9,7 @@ from linear_loss_cases import DEV, SP, TP, VERSION, build, logits_counted, on_on
 
 from shim import testing
 
-CELLS = {"0.12.3": "first", "0.13.1": "first", "0.18.2": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 pytestmark = pytest.mark.skipif(VERSION < (0, 19), reason="the count came with 0.19")
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}

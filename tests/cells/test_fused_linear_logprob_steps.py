@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shim
 from shim import ops, testing
 
-CELLS = {"0.12.3": "all", "0.14.0": "first", "0.18.2": "first", "0.19.2": "first"}
+CELLS = {"0.12.3": "all"}
 
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}
 

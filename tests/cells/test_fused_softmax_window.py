@@ -10,7 +10,7 @@ import shim
 from shim.patches.megatron_core.fused_softmax_window import proof
 from shim.patches.megatron_core.fused_softmax_window.proof import attended
 
-CELLS = {"0.14.0": "first", "0.15.0": "all"}
+CELLS = {"0.15.0": "all"}
 
 ID = "fused-softmax-window"
 NEEDED = shim.plan()[ID].wanted

@@ -21,7 +21,7 @@ from shim.patches.megatron_core.gated_delta_net_norm.proof import (
     without_kernels,
 )
 
-CELLS = {"0.13.1": "first", "0.17.1": "all", "0.19.2": "first"}
+CELLS = {"0.17.1": "all"}
 
 ID = "gated-delta-net-norm"
 NEEDED = shim.plan()[ID].wanted

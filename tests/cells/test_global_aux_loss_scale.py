@@ -12,7 +12,7 @@ from shim.patches.megatron_core._proof_router_losses import AUX, PER_TOKEN, off_
 from shim.patches.megatron_core.global_aux_loss_scale.proof import OPTIONS, gradient
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ID = "global-aux-loss-scale"
 NEEDED = shim.plan()[ID].wanted

@@ -6,7 +6,7 @@ import shim
 from shim import ShimError
 from shim.patches.megatron_core.gpt_dataset_empty_split.proof import Rows, splits_of
 
-CELLS = {"0.12.0": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "gpt-dataset-empty-split"
 pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py

@@ -8,7 +8,7 @@ import shim
 from shim.patches.megatron_core.gpt_dataset_index_settings.proof import DOCUMENTS, EXTRA, LAST, rows
 from shim.testing.corpus import write_corpus
 
-CELLS = {"0.12.0": "all", "0.16.0": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "gpt-dataset-index-settings"
 BOTH = [{LAST: last, EXTRA: extra} for last in (True, False) for extra in (True, False)]

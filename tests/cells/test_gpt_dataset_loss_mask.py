@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import shim
 from shim.testing.corpus import Tokenizer, gpt_dataset, sample_index, text_of, write_corpus
 
-CELLS = {"0.12.3": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "gpt-dataset-loss-mask"
 LENGTH, PAD, EOD, EPOCHS = 8, 0, 1, 3

@@ -10,7 +10,7 @@ from shim import testing
 from shim.testing.footprint import python_calls
 
 ABOUT = ["gated-delta-net-norm", "mla-query-norm-gradient"]
-CELLS = {"0.12.3": "all", "0.18.2": "all", "0.19.2": "first"}
+CELLS = {"0.18.2": "all"}
 
 WANTED = [id for id in ABOUT if shim.plan()[id].wanted]
 TARGET = shim.plan()["mla-query-norm-gradient"].wiring.targets[0] if "mla-query-norm-gradient" in WANTED else ""

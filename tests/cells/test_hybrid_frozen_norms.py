@@ -9,7 +9,7 @@ from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.patches.megatron_core.hybrid_frozen_norms import _recomputes_first_norm
 from shim.patches.megatron_core.hybrid_frozen_norms.proof import adapted_hybrid, gradients, unequal
 
-CELLS = {"0.12.3": "first", "0.13.1": "all", "0.18.2": "first"}
+CELLS = {"0.13.1": "all"}
 
 ID = "hybrid-frozen-norms"
 # Stock needs Transformer Engine or the other patch for the recompute.

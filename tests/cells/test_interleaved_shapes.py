@@ -15,7 +15,7 @@ from shim.patches.megatron_core._proof_pipelines import losses_on_rank
 from shim.patches.megatron_core.interleaved_shapes.proof import VARIABLE
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "interleaved-shapes"
 VARIANT = shim.plan()[ID].variant

@@ -12,7 +12,7 @@ from shim import testing
 from shim.patches.megatron_core.layout_pp_rank.proof import LAYERS, NUMBERS, STAGES, built_layers, said
 from shim.testing import Layout
 
-CELLS = {"0.14.0": "first", "0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "layout-pp-rank"
 NEEDED = shim.plan()[ID].wanted

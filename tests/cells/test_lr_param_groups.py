@@ -11,7 +11,7 @@ import shim
 from shim.patches.megatron_core._proof_param_groups import EMBEDDING_LR, LR, fields, inner_of, optimizer_of
 from shim.patches.megatron_core.lr_param_groups.proof import wrong_groups
 
-CELLS = {"0.14.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ID = "lr-param-groups"
 NEEDED = shim.plan()[ID].wanted

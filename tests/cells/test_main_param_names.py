@@ -15,7 +15,7 @@ from shim.patches.megatron_core.main_param_names.proof import (
 )
 from shim.testing.proof import CannotRunError
 
-CELLS = {"0.12.0": "first", "0.14.0": "all"}
+CELLS = {"0.14.0": "all"}
 
 ID = "main-param-names"
 NEEDED = shim.plan()[ID].wanted

@@ -7,7 +7,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 import shim
 from shim.patches.megatron_core.mamba_norm_eps.proof import EPSILON, WIDTH, build, output_and_gradient
 
-CELLS = {"0.13.1": "all", "0.19.2": "first"}
+CELLS = {"0.13.1": "all"}
 
 ID = "mamba-norm-eps"
 NEEDED = shim.plan()[ID].wanted

@@ -15,7 +15,7 @@ from shim.patches.megatron_core.mla_packed_rope.proof import error, packed, row_
 from shim.testing import mla_layer
 from shim.testing.proof import Here
 
-CELLS = {"0.12.0": "first", "0.13.1": "all"}
+CELLS = {"0.13.1": "all"}
 
 ID = "mla-packed-rope"
 NEEDED = shim.plan()[ID].wanted

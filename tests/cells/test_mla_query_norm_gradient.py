@@ -13,7 +13,7 @@ import shim
 from shim import testing
 from shim.testing.mla_layer import BATCH, HIDDEN, TOKENS, build, without_te
 
-CELLS = {"0.12.3": "all", "0.16.1": "first"}
+CELLS = {"0.12.3": "all"}
 
 ID = "mla-query-norm-gradient"
 DECISION = shim.plan()[ID]

@@ -13,7 +13,7 @@ from shim import testing
 from shim.testing import mla_layer as cases
 from shim.testing.model import _Adapter, _add_update
 
-CELLS = {"0.12.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ID = "mla-rope-key-gradient"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])

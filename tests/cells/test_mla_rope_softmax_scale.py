@@ -6,7 +6,7 @@ import shim
 from shim.patches.megatron_core.mla_rope_softmax_scale.proof import times_too_large
 from shim.testing import mla_layer
 
-CELLS = {"0.13.1": "all", "0.14.0": "first"}
+CELLS = {"0.13.1": "all"}
 
 ID = "mla-rope-softmax-scale"
 NEEDED = shim.plan()[ID].wanted

@@ -7,7 +7,7 @@ import shim
 from shim import testing
 from shim.patches.megatron_core._proof_rotations import Group
 
-CELLS = {"0.12.3": "first", "0.15.3": "all"}
+CELLS = {"0.15.3": "all"}
 
 ID = "mla-rope-table"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])

@@ -10,7 +10,7 @@ import torch
 import shim
 from shim.patches.megatron_core.mla_without_te.proof import BATCH, HIDDEN, MLA, TOKENS, build
 
-CELLS = {"0.16.0": "all", "0.17.1": "first"}
+CELLS = {"0.16.0": "all"}
 
 ID = "mla-without-te"
 NEEDED = shim.plan()[ID].wanted

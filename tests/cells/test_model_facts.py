@@ -6,7 +6,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "all", "0.15.3": "all", "0.19.2": "all"}
+CELLS = {"0.12.0": "all", "0.19.2": "all"}
 
 ABOUT = []
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

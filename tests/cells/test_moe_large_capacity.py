@@ -8,7 +8,7 @@ from shim import testing
 from shim.patches.megatron_core.moe_large_capacity.proof import FACTOR, PADDED, off, trained
 from shim.testing import Layout
 
-CELLS = {"0.14.0": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "moe-large-capacity"
 DISPATCHERS = pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

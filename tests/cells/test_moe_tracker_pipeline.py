@@ -11,7 +11,7 @@ import shim
 from shim import testing
 from shim.patches.megatron_core.moe_tracker_pipeline.proof import tracker
 
-CELLS = {"0.12.3": "first", "0.14.0": "all"}
+CELLS = {"0.14.0": "all"}
 
 ID = "moe-tracker-pipeline"
 NEEDED = shim.plan()[ID].wanted

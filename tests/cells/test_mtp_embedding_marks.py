@@ -14,7 +14,7 @@ from shim.patches.megatron_core.mtp_embedding_marks.proof import (
 )
 from shim.testing import Layout
 
-CELLS = {"0.17.1": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "mtp-embedding-marks"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

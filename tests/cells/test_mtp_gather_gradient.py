@@ -12,7 +12,7 @@ from shim import testing
 from shim.patches.megatron_core._proof_trained_weights import distance, step, trained_weights
 from shim.patches.megatron_core.mtp_gather_gradient.proof import build
 
-CELLS = {"0.12.0": "all", "0.17.1": "first"}
+CELLS = {"0.12.0": "all"}
 
 ID = "mtp-gather-gradient"
 NAME = "all_gather_last_dim_from_tensor_parallel_region"

@@ -12,7 +12,7 @@ from shim.patches.megatron_core.mtp_overlapped_gradients import unused_weights
 from shim.patches.megatron_core.mtp_overlapped_gradients.proof import gradient_of_embeddings
 from shim.testing import Layout
 
-CELLS = {"0.19.2": "all", "0.15.3": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "mtp-overlapped-gradients"
 BUILT_BY = [id for id in ("mtp-without-te",) if shim.plan()[id].wanted]

@@ -22,7 +22,7 @@ from mtp_recompute_cases import (
 )
 from recompute_cases import METHODS, all_pairs, equal_bits
 
-CELLS = {"0.12.0": "first", "0.13.1": "first", "0.14.0": "all", "0.17.0": "first"}
+CELLS = {"0.14.0": "all"}
 
 has_checkpointed_forward = pytest.mark.skipif(VERSION < (0, 14), reason="no _checkpointed_forward before 0.14")
 

@@ -6,7 +6,7 @@ import torch
 import shim
 from shim.patches.megatron_core.mtp_router_losses.proof import AUX, Z, error, gpt, hybrid, of_router
 
-CELLS = {"0.16.1": "first", "0.17.1": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID, TRACKERS = "mtp-router-losses", "trackers-of-several-models"
 NEEDED = shim.plan()[ID].wanted

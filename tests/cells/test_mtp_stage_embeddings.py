@@ -17,7 +17,7 @@ from shim.testing import Layout, sharded
 from shim.testing.cpu import optimizer_on_cpu
 from shim.testing.schedules import run_microbatches
 
-CELLS = {"0.12.3": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 
 ID = "mtp-stage-embeddings"
 NEEDED = shim.plan()[ID].wanted

@@ -12,7 +12,7 @@ from shim.patches.megatron_core.mtp_tied_checkpoint.proof import Saved
 from shim.testing import Layout
 from shim.testing.sharded import load, save
 
-CELLS = {"0.14.0": "first", "0.15.3": "first", "0.16.1": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "mtp-tied-checkpoint"
 BESIDE = [id for id in (ID, "mtp-without-te") if shim.plan()[id].wanted]

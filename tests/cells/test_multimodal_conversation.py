@@ -11,7 +11,7 @@ import shim
 from shim.patches.megatron_core._proof_tokenizers import tokenizer
 from shim.patches.megatron_core.multimodal_conversation.proof import CONVERSATION, text_of
 
-CELLS = {"0.16.0": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 
 ID = "multimodal-conversation"
 pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")

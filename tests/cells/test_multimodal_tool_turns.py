@@ -13,7 +13,7 @@ from shim.patches.megatron_core.multimodal_conversation.proof import text_of
 from shim.patches.megatron_core.multimodal_tool_turns.proof import CONVERSATION, HIDDEN
 from shim.testing.proof import CannotRunError
 
-CELLS = {"0.12.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ID, OTHER = "multimodal-tool-turns", "multimodal-conversation"
 NEEDED = shim.plan()[ID].wanted

@@ -12,7 +12,7 @@ from shim import testing
 from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_a_checkpoint
 from shim.patches.megatron_core.offloaded_optimizer_classes.proof import groups, groups_lost, read, write
 
-CELLS = {"0.13.1": "first", "0.16.1": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 ID, RESUME = "offloaded-optimizer-classes", "cpu-offloaded-optimizer"

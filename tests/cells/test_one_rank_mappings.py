@@ -12,7 +12,7 @@ from shim import testing
 from shim.patches.megatron_core.one_rank_mappings.proof import EXPERTS, distance, trained
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.14.0": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 
 ID = "one-rank-mappings"
 pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")

@@ -7,7 +7,7 @@ import shim
 from shim.patches.megatron_core._proof_aware_adam import aware_adam
 from shim.patches.megatron_core.optimizer_restored_shards.proof import trained
 
-CELLS = {"0.19.2": "all", "0.15.3": "first", "0.14.0": "first"}
+CELLS = {"0.19.2": "all"}
 
 ID = "optimizer-restored-shards"
 NEEDED = shim.plan()[ID].wanted

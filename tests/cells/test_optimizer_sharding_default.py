@@ -19,7 +19,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import (
 from shim.patches.megatron_core.reshardable_padding.proof import FULLY
 from shim.testing.user_model import ModelError
 
-CELLS = {"0.12.0": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "optimizer-sharding-default"
 NEEDED = shim.plan()[ID].wanted

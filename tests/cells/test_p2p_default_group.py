@@ -14,7 +14,7 @@ from shim import testing
 from shim.patches.megatron_core.p2p_default_group.proof import LENGTHS, losses_on_rank
 from shim.testing import Layout
 
-CELLS = {"0.12.3": "all", "0.15.3": "first", "0.17.1": "first"}
+CELLS = {"0.12.3": "all"}
 
 ID = "p2p-default-group"
 NEEDED = shim.plan()[ID].wanted

@@ -13,7 +13,7 @@ from shim.patches.megatron_core.packed_seq_aux_loss.loss import of_sequences, se
 from shim.patches.megatron_core.packed_seq_aux_loss.proof import SEQUENCES, step
 from shim.testing import Layout
 
-CELLS = {"0.12.3": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "packed-seq-aux-loss"
 # What these layouts, and packed rows in multi-token prediction, need on some releases.

@@ -11,7 +11,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.12.3": "all", "0.17.0": "first", "0.18.2": "first"}
+CELLS = {"0.12.3": "all"}
 
 pytestmark = pytest.mark.skipif(NOT_TOLD, reason="experts of 0.12.0 are not told which rows are padding")
 

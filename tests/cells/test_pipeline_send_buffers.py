@@ -14,7 +14,7 @@ from shim import testing
 from shim.patches.megatron_core.pipeline_send_buffers.proof import chunks, late_messages, step
 from shim.testing import Layout
 
-CELLS = {"0.12.3": "all", "0.18.2": "first"}
+CELLS = {"0.12.3": "all"}
 
 ID = "pipeline-send-buffers"
 NEEDED = shim.plan()[ID].wanted

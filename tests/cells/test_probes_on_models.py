@@ -18,7 +18,7 @@ from shim import testing
 from shim.patches.megatron_core import frozen_recompute, mtp_loss_cp, mtp_packed_sequences, paged_stash
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.14.0": "first", "0.16.1": "first", "0.17.0": "all", "0.18.2": "first", "0.19.2": "first"}
+CELLS = {"0.17.0": "all"}
 
 ABOUT = ["mtp-packed-sequences", "mtp-loss-cp", "frozen-recompute", "paged-stash"]  # the patches, see chosen.py
 

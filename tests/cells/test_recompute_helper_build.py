@@ -15,7 +15,7 @@ from shim.patches.megatron_core import recompute_helper_build
 from shim.patches.megatron_core.recompute_helper_build import SETTLED, is_stale
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ID = "recompute-helper-build"
 pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")

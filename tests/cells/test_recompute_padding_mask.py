@@ -18,7 +18,7 @@ from shim.patches.megatron_core.recompute_padding_mask.proof import (
 )
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "recompute-padding-mask"
 NEEDED = shim.plan()[ID].wanted

@@ -17,15 +17,7 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_files
 from shim.patches.megatron_core.mrope_thd.proof import LENGTHS, error, packed, unpacked
 from shim.testing import Layout
 
-CELLS = {
-    "0.12.0": "first",
-    "0.14.0": "first",
-    "0.15.3": "first",
-    "0.16.0": "all",
-    "0.17.0": "first",
-    "0.18.2": "first",
-    "0.19.2": "first",
-}
+CELLS = {"0.16.0": "all"}
 
 ABOUT = ["cpu-offloaded-optimizer", "mtp-packed-sequences", "rope-thd", "mrope-thd"]  # the patches, see chosen.py
 

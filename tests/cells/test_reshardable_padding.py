@@ -15,7 +15,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import STEPS, Training, 
 from shim.patches.megatron_core.reshardable_padding import _displaced
 from shim.patches.megatron_core.reshardable_padding.proof import FULLY
 
-CELLS = {"0.12.0": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 
 ID = "reshardable-padding"
 NEEDED = shim.plan()[ID].wanted

@@ -12,7 +12,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_a
 from shim.patches.megatron_core._proof_param_groups import EMBEDDING_LR, LR, fields, inner_of, optimizer_of
 from shim.patches.megatron_core.resumed_learning_rate.proof import SAVED, WANTED, resumed, scheduler_of
 
-CELLS = {"0.12.0": "first", "0.17.1": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "resumed-learning-rate"
 # What a checkpoint of several rates needs on 0.16 to 0.18.

@@ -16,7 +16,7 @@ from shim import testing
 from shim.patches.megatron_core.resumed_learning_rate.proof import SAVED, WANTED, scheduler_of
 from shim.testing.cpu import optimizer_on_cpu
 
-CELLS = {"0.14.0": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "resumed-learning-rate"
 pytestmark = [

@@ -13,7 +13,7 @@ from shim.patches.megatron_core._proof_rotations import config_of
 from shim.patches.megatron_core.rope_fusion import probe
 from shim.patches.megatron_core.rope_fusion.proof import kernels
 
-CELLS = {"0.12.0": "all", "0.18.2": "first", "0.19.2": "first"}
+CELLS = {"0.12.0": "all"}
 ABOUT = []
 
 ID = "rope-fusion"

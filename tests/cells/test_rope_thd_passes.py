@@ -17,7 +17,7 @@ from shim.testing.packing import PackedRow
 from shim.testing.proof import on_device
 from shim.testing.trainings import FULL
 
-CELLS = {"0.16.1": "all", "0.18.2": "first"}
+CELLS = {"0.16.1": "all"}
 ABOUT = []  # a pass is what v0_15 alone knows; test_rope_thd.py has every variant
 
 ID = "rope-thd"

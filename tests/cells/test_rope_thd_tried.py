@@ -10,7 +10,7 @@ from shim import testing
 from shim._engine.models import run
 from shim.patches.megatron_core.rope_thd import probe
 
-CELLS = {"0.12.3": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "rope-thd"
 STOCK = {name: getattr(rope_utils, name) for name in ("_apply_rotary_pos_emb_thd", "apply_rotary_pos_emb")}

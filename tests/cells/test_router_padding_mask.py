@@ -23,7 +23,7 @@ from shim.patches.megatron_core.router_padding_mask.proof import (
 )
 from shim.testing import Layout
 
-CELLS = {"0.15.3": "first", "0.16.0": "all", "0.17.1": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "router-padding-mask"
 NEEDED = shim.plan()[ID].wanted

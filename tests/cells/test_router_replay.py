@@ -15,7 +15,7 @@ from shim.patches.megatron_core.router_replay import RouterReplayError
 from shim.patches.megatron_core.router_replay import proof as proofs
 from shim.patches.megatron_core.router_replay.proof import FULL, LAYERS, MODEL, OF, TOKENS, TOPK, experts, losses
 
-CELLS = {"0.12.3": "first", "0.17.1": "all"}
+CELLS = {"0.17.1": "all"}
 
 ID = "router-replay"
 NEEDED = shim.plan()[ID].wanted

@@ -2,7 +2,7 @@
 
 import shim
 
-CELLS = {"0.14.0": "first", "0.17.0": "all"}
+CELLS = {"0.17.0": "all"}
 
 ABOUT = ["rope-thd"]  # the patches, see chosen.py
 

@@ -10,7 +10,7 @@ from shim import testing
 from shim.patches.megatron_core._proof_router_losses import PER_TOKEN, off_by
 from shim.patches.megatron_core.seq_aux_loss_scale.proof import gradient
 
-CELLS = {"0.13.1": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID, RANKS = "seq-aux-loss-scale", "moe-aux-loss-scale"
 NEEDED = shim.plan()[ID].wanted

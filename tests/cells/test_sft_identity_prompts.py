@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import shim
 from shim.patches.megatron_core.sft_identity_prompts.proof import CONVERSATION, HIDDEN, right_targets, tokenizer
 
-CELLS = {"0.12.0": "first", "0.18.2": "all"}
+CELLS = {"0.18.2": "all"}
 
 ID = "sft-identity-prompts"
 pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")

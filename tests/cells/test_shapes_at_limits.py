@@ -11,7 +11,7 @@ from drawn_steps import DELTA, EXPERTS, LATER, MAMBA, MLA, VERSION, Step
 
 from shim.testing import Layout
 
-CELLS = {"0.14.0": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 MTP = {"mtp_num_layers": 2}
 ONE_EXPERT = EXPERTS | {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_token_dispatcher_type": "alltoall"}

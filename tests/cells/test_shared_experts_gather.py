@@ -10,7 +10,7 @@ from shim import testing
 from shim.patches.megatron_core.shared_experts_gather.proof import losses
 from shim.testing import Layout
 
-CELLS = {"0.13.1": "all", "0.15.3": "first"}
+CELLS = {"0.13.1": "all"}
 
 ID = "shared-experts-gather"
 NEEDED = shim.plan()[ID].wanted

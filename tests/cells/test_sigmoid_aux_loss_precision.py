@@ -14,7 +14,7 @@ from shim.patches.megatron_core.sigmoid_aux_loss_precision.proof import (
     router_of,
 )
 
-CELLS = {"0.12.3": "all", "0.13.1": "first", "0.16.1": "first", "0.17.1": "first"}
+CELLS = {"0.12.3": "all"}
 
 ID = "sigmoid-aux-loss-precision"
 NEEDED = shim.plan()[ID].wanted

@@ -14,7 +14,7 @@ from shim import testing
 from shim.testing import Layout
 
 ABOUT = []
-CELLS = {"0.12.0": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TABLES = 1024  # bytes of no model: tables of positions in the cache of a function

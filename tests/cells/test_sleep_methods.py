@@ -10,7 +10,7 @@ from thorough import in_full
 import shim
 
 ABOUT = ["sleep-methods", "optimizer-restored-shards"]
-CELLS = {"0.14.0": "all", "0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "sleep-methods"
 NEEDED = shim.plan()[ID].wanted

@@ -16,7 +16,7 @@ from shim.patches.megatron_core.recompute_padding_mask.proof import takes_paddin
 from shim.patches.megatron_core.sp_unscattered_embeddings.proof import build, build_hybrid
 from shim.testing import Layout
 
-CELLS = {"0.12.3": "first", "0.17.1": "all", "0.18.2": "first", "0.19.2": "first"}
+CELLS = {"0.17.1": "all"}
 
 ID = "sp-unscattered-embeddings"
 NEEDED = shim.plan()[ID].wanted

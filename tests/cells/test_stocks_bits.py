@@ -22,7 +22,7 @@ from shim.testing import mla_layer
 from shim.testing.proof import on_device
 from shim.testing.trainings import EXPERTS, TRAININGS, Training, trained
 
-CELLS = {"0.14.0": "first", "0.17.1": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 ABOUT = []
 
 STEPS, SAVED_AT = 5, 2

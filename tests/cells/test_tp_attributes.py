@@ -26,7 +26,11 @@ from shim.patches.megatron_core.tp_attributes.proof import (
 )
 from shim.testing.proof import Here
 
-CELLS = {"0.14.0": "all", "0.15.3": "first", "0.16.0": "first", "0.17.0": "first", "0.18.2": "first", "0.19.2": "first"}
+CELLS = {
+    "0.14.0": "all",
+    "0.19.2": ["test_biases_of_spread_experts_count", "test_sinks_that_are_no_parameters_stay"],
+    "0.17.0": ["test_the_muon_optimizer_gets_the_same_pass"],
+}
 
 ID = "tp-attributes"
 VARIANT = shim.plan()[ID].variant

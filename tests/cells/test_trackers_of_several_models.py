@@ -13,7 +13,7 @@ from shim.patches.megatron_core.trackers_of_several_models.proof import (
     step,
 )
 
-CELLS = {"0.12.0": "first", "0.15.3": "first", "0.17.1": "all", "0.18.2": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "trackers-of-several-models"
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -11,7 +11,7 @@ from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
 from shim.patches.megatron_core.uniform_recompute_end.proof import CHUNKS_OF_TWO, gradients, unequal
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "all", "0.17.1": "first"}
+CELLS = {"0.12.0": "all"}
 
 ID = "uniform-recompute-end"
 NEEDED = shim.plan()[ID].wanted

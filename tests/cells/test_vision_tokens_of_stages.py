@@ -14,7 +14,7 @@ try:
 except ImportError:
     pytest.skip("vision towers of this release need Transformer Engine", allow_module_level=True)
 
-CELLS = {"0.13.1": "first", "0.16.1": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "vision-tokens-of-stages"
 DYNAMIC = "temporal_patch_dim" in inspect.signature(LLaVAModel).parameters

@@ -12,7 +12,7 @@ from megatron.core.transformer import attention
 import shim
 from shim import testing
 
-CELLS = {"0.12.0": "first", "0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "yarn-none-fields"
 NAME = "_yarn_get_concentration_factor_from_config"

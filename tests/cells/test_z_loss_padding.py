@@ -20,7 +20,7 @@ from shim.patches.megatron_core._proof_router_losses import (
 from shim.patches.megatron_core.z_loss_padding.proof import OPTIONS, PADDING
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "z-loss-padding"
 NEEDED = shim.plan()[ID].wanted

@@ -8,7 +8,7 @@ from megatron.core.extensions import transformer_engine as extensions
 
 import shim
 
-CELLS = {"0.12.0+2.2.0": "first", "0.13.1+2.5.0": "all"}
+CELLS = {"0.13.1+2.5.0": "all"}
 
 ID = "biased-mlp-recompute"
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from shim.patches.megatron_core.fp8_fp4_recompute import gpu_proof as fp8_fp4_re
 from shim.testing.fp8 import state_manager
 from shim.testing.proof import Here, Proof, measure
 
-CELLS = {"0.12.0+2.3.0": "all", "0.13.1+2.5.0": "first", "0.19.2+2.20.2": "first"}
+CELLS = {"0.12.0+2.3.0": "all"}
 
 ID = "fp8-fp4-recompute"
 PROOFS = {value.name: value for value in vars(fp8_fp4_recompute_gpu_proof).values() if isinstance(value, Proof)}

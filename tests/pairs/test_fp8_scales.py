@@ -22,13 +22,7 @@ from shim import testing
 from shim.patches._fp8_scales import ForwardScales
 from shim.testing import Layout
 
-CELLS = {
-    "0.12.0+2.2.0": "first",
-    "0.12.3+2.1.0": "all",
-    "0.13.1+2.5.0": "first",
-    "0.17.1+2.14.1": "first",
-    "0.19.2+2.20.2": "first",
-}
+CELLS = {"0.12.3+2.1.0": "all"}
 
 ABOUT = ["te-fp8-state"]  # the patches, see chosen.py
 

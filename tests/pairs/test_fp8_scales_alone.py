@@ -10,13 +10,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {
-    "0.12.0+2.2.0": "all",
-    "0.12.3+2.1.0": "first",
-    "0.13.1+2.5.0": "first",
-    "0.16.1+2.12.0": "first",
-    "0.19.2+2.20.2": "first",
-}
+CELLS = {"0.12.0+2.2.0": "all"}
 
 ABOUT = ["te-fp8-state"]  # the patches, see chosen.py
 

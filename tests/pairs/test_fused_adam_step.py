@@ -18,7 +18,7 @@ from shim.patches.megatron_core.fused_adam_step.proof import (
     updates,
 )
 
-CELLS = {"0.12.3+2.1.0": "all", "0.19.2+2.20.2": "first"}
+CELLS = {"0.12.3+2.1.0": "all"}
 
 ID = "fused-adam-step"
 SAVES = shim.plan()[ID].variant == "v0_12"

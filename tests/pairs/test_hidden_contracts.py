@@ -15,7 +15,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.12.0+2.2.0": "all", "0.16.1+2.12.0": "all", "0.19.2+2.20.2": "all"}
+CELLS = {"0.12.0+2.2.0": "all", "0.19.2+2.20.2": "all"}
 
 TARGETS = import_targets(shim.plan())
 

@@ -11,7 +11,7 @@ import shim
 from shim.patches.transformer_engine.te_cu_seqlens_cache import BINDINGS
 from shim.patches.transformer_engine.te_cu_seqlens_cache.proof import fused_attention
 
-CELLS = {"0.12.0+2.2.0": "first", "0.12.0+2.3.0": "all", "0.12.3+2.1.0": "first", "0.19.2+2.20.2": "first"}
+CELLS = {"0.12.0+2.3.0": "all"}
 
 ID = "te-cu-seqlens-cache"
 PLAN = shim.plan()[ID]

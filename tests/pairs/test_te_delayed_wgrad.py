@@ -9,7 +9,7 @@ import transformer_engine.pytorch as te
 import shim
 from shim.patches.transformer_engine.te_delayed_wgrad.proof import delay, modules_on
 
-CELLS = {"0.12.0+2.2.0": "first", "0.13.1+2.5.0": "all", "0.16.1+2.12.0": "first"}
+CELLS = {"0.13.1+2.5.0": "all"}
 
 ID = "te-delayed-wgrad"
 NEEDED = shim.plan()[ID].wanted

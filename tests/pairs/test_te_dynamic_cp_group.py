@@ -10,7 +10,7 @@ from shim.patches.megatron_core.te_dynamic_cp_group.proof import RANKS, TOKENS, 
 from shim.testing.layout import Layout
 from shim.testing.proof import Here
 
-CELLS = {"0.12.0+2.2.0": "first", "0.16.1+2.12.0": "first", "0.19.2+2.20.2": "all"}
+CELLS = {"0.19.2+2.20.2": "all"}
 
 ID = "te-dynamic-cp-group"
 NEEDED = shim.plan()[ID].wanted

@@ -25,7 +25,7 @@ from shim.patches.transformer_engine.te_flash_3_cp.proof import (
     own_api,
 )
 
-CELLS = {"0.12.0+2.2.0": "first", "0.12.0+2.3.0": "all", "0.12.3+2.1.0": "first", "0.17.1+2.14.1": "first"}
+CELLS = {"0.12.0+2.3.0": "all"}
 
 ID = "te-flash-3-cp"
 PLAN = shim.plan()[ID]

@@ -15,7 +15,7 @@ from shim.patches.transformer_engine._proof_flash_attention import chosen, gpu, 
 from shim.patches.transformer_engine.te_flash_head_size import LikeKnown
 from shim.patches.transformer_engine.te_flash_head_size.proof import B300, takes_flash
 
-CELLS = {"0.12.0+2.2.0": "first", "0.12.3+2.1.0": "first", "0.13.1+2.5.0": "all"}
+CELLS = {"0.13.1+2.5.0": "all", "0.19.2+2.20.2": ["test_it_is_traced_as_on_stock"]}
 
 ID = "te-flash-head-size"
 NEEDED = shim.plan(rounding=True)[ID].wanted

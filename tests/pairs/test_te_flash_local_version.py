@@ -20,7 +20,7 @@ from shim.patches.transformer_engine.te_flash_local_version.proof import (
     takes_flash,
 )
 
-CELLS = {"0.12.0+2.2.0": "all", "0.12.0+2.3.0": "first", "0.12.3+2.1.0": "first", "0.18.2+2.18.0": "first"}
+CELLS = {"0.12.0+2.2.0": "all"}
 
 ID = "te-flash-local-version"
 PLAN = shim.plan(rounding=True)[ID]

@@ -15,13 +15,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 import shim
 from shim import testing
 
-CELLS = {
-    "0.12.0+2.2.0": "first",
-    "0.12.3+2.1.0": "all",
-    "0.13.1+2.5.0": "first",
-    "0.17.1+2.14.1": "first",
-    "0.19.2+2.20.2": "first",
-}
+CELLS = {"0.12.3+2.1.0": "all"}
 
 ID = "te-fp8-state"
 TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])

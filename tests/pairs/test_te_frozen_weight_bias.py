@@ -20,13 +20,7 @@ from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, on_device
 from shim.testing.transformer_engine import compiled_ops
 
-CELLS = {
-    "0.12.3+2.1.0": "first",
-    "0.13.1+2.5.0": "all",
-    "0.17.1+2.15.0": "first",
-    "0.18.2+2.16.1": "first",
-    "0.19.2+2.20.2": "first",
-}
+CELLS = {"0.13.1+2.5.0": "all"}
 
 ID = "te-frozen-weight-bias"
 RELEASE = Version(version("transformer-engine"))

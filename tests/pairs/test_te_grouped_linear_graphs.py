@@ -23,7 +23,7 @@ from shim.patches.transformer_engine.te_grouped_linear_graphs.proof import (
     trained,
 )
 
-CELLS = {"0.12.0+2.3.0": "first", "0.17.1+2.14.1": "all", "0.18.2+2.16.1": "first"}
+CELLS = {"0.17.1+2.14.1": "all"}
 
 ID = "te-grouped-linear-graphs"
 NEEDED = shim.plan()[ID].wanted

@@ -11,7 +11,7 @@ from shim.patches.transformer_engine._proof_mxfp8 import COLUMNS, ROWS, TENSOR, 
 from shim.patches.transformer_engine.te_mxfp8_empty_shard.proof import KERNELS, cast_shards
 from shim.testing.transformer_engine import compiled_ops
 
-CELLS = {"0.12.0+2.3.0": "first", "0.18.2+2.18.0": "all"}
+CELLS = {"0.18.2+2.18.0": "all"}
 
 ID = "te-mxfp8-empty-shard"
 NEEDED = shim.plan()[ID].wanted

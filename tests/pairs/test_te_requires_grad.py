@@ -9,7 +9,7 @@ from shim.patches.transformer_engine._proof_mxfp8 import weight
 from shim.patches.transformer_engine.te_requires_grad.proof import Quantize, Scale, quantized, with_tensors
 from shim.testing.proof import CannotRunError
 
-CELLS = {"0.12.3+2.1.0": "first", "0.17.1+2.14.1": "all"}
+CELLS = {"0.17.1+2.14.1": "all"}
 
 ID = "te-requires-grad"
 NEEDED = shim.plan()[ID].wanted

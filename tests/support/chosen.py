@@ -1,8 +1,10 @@
 """Which cells of `make test` run a file of tests, and with which cases. The file itself says it, in a line CELLS:
 
-    CELLS = {"0.16.1": "all", "0.12.0": "first"}  # every case on one release, the first case of each test on another
+    CELLS = {"0.16.1": "all"}  # every case, on one release
+    CELLS = {"0.16.1": "all", "0.12.0": ["test_stock_raises"]}  # on another the first case of what only it can show
     CELLS = "every"  # every case on every cell
 
+That each variant of a patch is right is shown by its proofs, see proof_cases.py.
 Only with SHIM_TEST_ONCE_PER_VARIANT=1; without it, as under `make matrix`, everything runs everywhere.
 """
 
@@ -15,7 +17,6 @@ from pathlib import Path
 
 from shim._matrix.cells import with_bodies_of
 from shim._matrix.load import load_matrix
-from shim.testing.cells import EVERYDAY
 
 TESTS = Path(__file__).parent.parent
 ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
@@ -48,7 +49,7 @@ def patches_of(path):
 
 
 def cells_of(path, cells):
-    """Cell -> "all" or "first", for those of `cells` on which a file runs.
+    """Cell -> "all" or the names of tests, for those of `cells` on which a file runs.
 
     A release that is no cell any more stands for the newer one that no patch can tell from it.
     """
@@ -72,7 +73,7 @@ def left_out(path, cell, cells):
 
 
 def kept(items, cell, cells):
-    """Those of `items` that run on this cell: every case, or the first of each test.
+    """Those of `items` that run on this cell: every case, or the first of each test that is named.
 
     A test that is marked `once` runs on the last cell that has all cases of its file.
     """
@@ -81,7 +82,7 @@ def kept(items, cell, cells):
         test, asked = (item.path, item.originalname), cells_of(item.path, cells)
         if item.get_closest_marker("once") and cell != [one for one in cells if asked.get(one) == "all"][-1]:
             continue
-        if asked[cell] == "all" or test not in seen:
+        if asked[cell] == "all" or (item.originalname in asked[cell] and test not in seen):
             found.append(item)
         seen.add(test)
     return found
@@ -93,11 +94,6 @@ def keep_part(items, config, cell, cells):
         left = kept(items, cell, cells)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
         items[:] = left
-
-
-def looped(cases, file, release):
-    """The cases that a test of `file` loops over on a release: all of them, or the first, as CELLS says there."""
-    return cases[:1] if ONCE and cells_of(Path(file), EVERYDAY).get(release) == "first" else cases
 
 
 def variants_of(patches, cell):

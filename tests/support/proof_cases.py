@@ -23,21 +23,33 @@ def plan():
 def cases(wanted, cell, everyday):
     """A parameter (id, proof) for each proof that runs on a CPU, in this process, and is `wanted(patch, proof)`.
 
-    In `make test` each runs once, on the newest of the `everyday` cells whose variant it is about. The patch's own test
-    runs once per variant, and `make proofs` runs every proof on every release.
+    In `make test` those of `shown` alone; `make proofs` runs every proof on every release.
     """
     for id, patch in load_matrix().patches.items():
         proofs = [found for found in proofs_of(patch.module) if "cpu" in found.devices and wanted(patch, found)]
-        for found in proofs:
-            if chosen.ONCE and cell in everyday and cell not in _where_applied(id, found, everyday)[-1:]:
-                continue
+        here = shown(id, proofs, everyday).get(cell, ()) if chosen.ONCE and cell in everyday else proofs
+        for found in here:
             yield pytest.param(id, found, id=f"{id}/{found.name}")
 
 
-def _where_applied(id, found, cells):
-    """Those of `cells` with a variant of the patch that the proof is about."""
-    variants = {cell: {variant for _, variant in chosen.variants_of([id], cell) if variant} for cell in cells}
-    return [cell for cell in cells if variants[cell] and (not found.variants or variants[cell] & {*found.variants})]
+def shown(id, proofs, cells):
+    """Cell -> those of the proofs of a patch that run there in `make test`, so that every variant is seen to be right.
+
+    On the newest of `cells` with a variant one proof runs, one of this variant alone if there is any; on the newest
+    that gets none, it says that stock is right. All others run once, on the newest of those that they are about.
+    """
+    variants = {cell: next(iter(chosen.variants_of([id], cell)))[1] for cell in cells}
+    newest = {variant: cell for cell, variant in variants.items()}
+    found = {cell: [] for cell in newest.values()}
+    for variant, cell in newest.items():
+        about = [proof for proof in proofs if not (variant and proof.variants) or variant in proof.variants]
+        found[cell] += sorted(about, key=lambda proof: not proof.variants)[:1]
+    for proof in proofs:
+        about = [cell for variant, cell in newest.items() if variant and variant in (proof.variants or newest)]
+        last = max(about, key=cells.index, default=None)
+        if last and proof not in found[last]:
+            found[last].append(proof)
+    return found
 
 
 def side(found, *ids):

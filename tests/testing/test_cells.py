@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import chosen
+import proof_cases
 import pytest
 
 from shim._matrix.load import load_matrix
 from shim.testing import cells, releases
 from shim.testing.patience import patience
+from shim.testing.proof import proofs_of
 
 TESTS = Path(__file__).parents[1]
 PLACES = {
@@ -41,17 +43,31 @@ def test_pairs_are_of_supported_releases():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_file_says_where_it_runs_and_every_variant_of_its_patches_has_a_cell(place):
-    """Except of layouts: what up to four ranks show is alike on most. What few cells say all about has `ABOUT = []`."""
+def test_a_file_says_where_it_runs(place):
+    """Its patches are known, and a test that it names for a cell is there."""
     known, shown = set(load_matrix().patches), PLACES[place]
     for path in sorted((TESTS / place).glob("test_*.py")):
         assert "CELLS" in chosen.said_by(path), f"{path} has no line CELLS: see CONTRIBUTING.md"
-        found, patches = chosen.cells_of(path, shown), chosen.patches_of(path)
-        assert set(found) <= set(shown) and {"all"} <= set(found.values()) <= {"all", "first"}, path
-        assert set(patches) <= known, path
-        wanted = set().union(*(chosen.variants_of(patches, cell) for cell in shown))
-        missing = wanted - set().union(*(chosen.variants_of(patches, cell) for cell in found))
-        assert place == "cells/layouts" or not missing, f"{path}: no cell shows {missing}"
+        found, text = chosen.cells_of(path, shown), path.read_text("utf-8")
+        assert set(found) <= set(shown) and "all" in found.values() and set(chosen.patches_of(path)) <= known, path
+        named = {name for tests in found.values() if tests != "all" for name in tests}
+        assert [name for name in named if f"\ndef {name}(" not in text] == [], path
+
+
+@pytest.mark.parametrize("id", load_matrix().patches)
+def test_proofs_show_every_variant_of_a_patch_and_where_it_is_not_needed(id):
+    """On a CPU, in a cell or, with Transformer Engine, in a pair; each proof runs at least once."""
+    patch, seen, ran = load_matrix().patches[id], set(), []
+    proofs = [found for found in proofs_of(patch.module) if "cpu" in found.devices]
+    core = patch.distribution == "megatron-core"
+    alone = [found for found in proofs if core and not found.te]
+    for some, shown in ((alone, cells.EVERYDAY), ([p for p in proofs if p not in alone], cells.EVERYDAY_PAIRS)):
+        for cell, here in proof_cases.shown(id, some, shown).items():
+            seen |= chosen.variants_of([id], cell) if here else set()
+            ran += here
+    every = cells.EVERYDAY if core else cells.EVERYDAY_PAIRS
+    assert seen >= set().union(*(chosen.variants_of([id], cell) for cell in every))
+    assert {found.name for found in ran} == {found.name for found in proofs}
 
 
 @pytest.mark.parametrize("id", [id for id in load_matrix().patches if id.startswith("te-")])
@@ -79,11 +95,14 @@ def kept_on(path, shown):
     return {cell: "".join(str(items.index(item)) for item in chosen.kept(items, cell, shown)) for cell in asked}
 
 
-def test_a_cell_runs_all_cases_or_the_first_of_each_test(tmp_path):
+def test_a_cell_runs_all_cases_or_the_first_of_tests_that_are_named(tmp_path):
     path = tmp_path / "test_it.py"
-    path.write_text('CELLS = {"b": "first", "a": "all", "c": "all"}\n')
+    path.write_text('CELLS = {"b": ["three"], "a": "all", "c": "all"}\n')
     shown = ("a", "b", "c", "d")
     assert kept_on(path, shown) == {"a": "012", "b": "0", "c": "0123"}
+    once = tmp_path / "test_once.py"
+    once.write_text('CELLS = {"b": ["one"], "a": "all"}\n')
+    assert kept_on(once, shown) == {"a": "0123", "b": ""}
     every = tmp_path / "test_every.py"
     every.write_text('CELLS = "every"\n')
     assert kept_on(every, shown) == {"a": "012", "b": "012", "c": "012", "d": "0123"}
@@ -91,16 +110,13 @@ def test_a_cell_runs_all_cases_or_the_first_of_each_test(tmp_path):
 
 def test_files_are_left_out_in_make_test_alone_and_on_its_cells(tmp_path, monkeypatch):
     path = tmp_path / "test_it.py"
-    path.write_text('CELLS = {"0.19.2": "all", "0.12.0": "first"}\n')
-    cases = list(range(7))
+    path.write_text('CELLS = {"0.19.2": "all", "0.12.0": ["test_stock"]}\n')
     monkeypatch.setattr(chosen, "ONCE", True)
     left = {cell: chosen.left_out(path, cell, cells.EVERYDAY) for cell in (*cells.EVERYDAY, "main")}
     assert {cell for cell, is_out in left.items() if not is_out} == {"0.12.0", "0.19.2", "main"}
     assert not chosen.left_out(tmp_path / "helper.py", "0.16.1", cells.EVERYDAY)
-    assert [chosen.looped(cases, path, cell) for cell in ("0.19.2", "0.12.0", "main")] == [cases, [0], cases]
     monkeypatch.setattr(chosen, "ONCE", False)
     assert not any(chosen.left_out(path, cell, cells.EVERYDAY) for cell in cells.EVERYDAY)
-    assert chosen.looped(cases, path, "0.12.0") == cases
 
 
 def test_a_release_that_is_no_cell_stands_for_the_one_in_its_place(tmp_path):

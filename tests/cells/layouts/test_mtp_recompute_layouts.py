@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import recompute_cases
 import torch
-from chosen import looped
 from megatron.core import tensor_parallel
 from recompute_cases import METHODS, RECOMPUTED, all_pairs, equal_bits
 
@@ -18,7 +17,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.13.1": "first", "0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID, PACKED = "mtp-recompute", "mtp-packed-sequences"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
@@ -30,11 +29,7 @@ puts_mtp_anywhere = pytest.mark.skipif(VERSION < (0, 16), reason="MTP is on the 
 
 
 row_of = partial(recompute_cases.row_of, ROWS)
-CASES = looped(
-    all_pairs(method=METHODS, row=ROWS, layers=(1, 2), dropout=(0.0, 0.1), lora=(False, True)),
-    __file__,
-    testing.release(),
-)
+CASES = all_pairs(method=METHODS, row=ROWS, layers=(1, 2), dropout=(0.0, 0.1), lora=(False, True))
 
 
 @contextlib.contextmanager
@@ -131,7 +126,7 @@ def test_recompute_changes_no_bit_under_context_parallelism(ranks2):
 @pytest.mark.parametrize("layout", [Layout(tp=2, cp=2), Layout(tp=2, cp=2, sequence_parallel=True)], ids=str)
 def test_recompute_changes_no_bit_under_context_and_tensor_parallelism(ranks4, layout):
     cases = all_pairs(method=("uniform 1", "block 1"), row=ROWS, lora=(False, True))
-    cases = [{**case, "layers": 2} for case in looped(cases, __file__, testing.release())]
+    cases = [{**case, "layers": 2} for case in cases]
     assert ranks4.run(same_in_rank, layout, cases, {"sequence_parallel": layout.sequence_parallel}) == [[]] * 4
 
 
@@ -178,9 +173,7 @@ STAGES = all_pairs(method=METHODS, row=ROWS, layers=(1, 2), lora=(False, True))
 
 
 def test_recompute_changes_no_bit_on_the_last_stage(ranks2):
-    assert ranks2.run(
-        same_in_rank, PP2, looped(STAGES, __file__, testing.release()), {"dropout": 0.1, **EVEN_STAGES}
-    ) == [[], []]
+    assert ranks2.run(same_in_rank, PP2, STAGES, {"dropout": 0.1, **EVEN_STAGES}) == [[], []]
 
 
 def with_layout(ranks, decoder_layers, layout):

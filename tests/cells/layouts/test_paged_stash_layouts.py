@@ -11,7 +11,7 @@ from moe_cases import DROPLESS, HOST_ONLY, MODEL
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.15.3": "all", "0.19.2": "first"}
+CELLS = {"0.15.3": "all"}
 
 pytestmark = pytest.mark.skipif(cases.NOT_TOLD, reason="experts of 0.12.0 are not told which rows are padding")
 

@@ -17,7 +17,7 @@ from shim.patches.megatron_core._proof_pipelines import losses_on_rank
 from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT
 from shim.testing import Layout
 
-CELLS = {"0.13.1": "first", "0.16.1": "all", "0.19.2": "first"}
+CELLS = {"0.16.1": "all"}
 
 ABOUT = ["pipeline-p2p-order", "pipeline-send-buffers"]  # the patches, see chosen.py
 
