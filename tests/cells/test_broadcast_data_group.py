@@ -1,7 +1,6 @@
 """broadcast-data-group: sizes go over the group of the call, in as many messages as on stock."""
 
 import contextlib
-import inspect
 
 import pytest
 import torch
@@ -95,9 +94,3 @@ def errors_on_rank():
 def test_errors_and_groups_without_a_global_one(ranks2):
     for found in ranks2.run(errors_on_rank):
         assert all(found)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert "tp_group" not in inspect.signature(tensor_parallel.broadcast_data).parameters

@@ -69,9 +69,3 @@ def test_an_older_torch_stays_as_it_is():
         raise NotImplementedError
 
     assert bindings("v0_12", {})[WRITE_ITEM](older) is older
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(tmp_path):
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert HERE.run(weights_lost, str(tmp_path)) == [0]

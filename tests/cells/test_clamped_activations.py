@@ -96,12 +96,3 @@ def test_a_field_that_is_switched_on_later_is_reported():
         model.config.bias_activation_fusion = True
         with pytest.raises(NotMetError, match="inactive: bias_activation_fusion of a layer's config is on"):
             shim.check(model)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no such field."""
-    from megatron.core.transformer import TransformerConfig
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert not hasattr(TransformerConfig, "activation_func_clamp_value")

@@ -99,9 +99,3 @@ def test_the_config_keeps_its_list():
     assert seen[0][1] is experts.cp_comm_type is kinds
     configs = {id(part.config): part.config for part in built.modules() if hasattr(part, "config")}
     assert {type(each.cp_comm_type) for each in configs.values()} == {list}
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert taken(mtp_num_layers=None, **CP) == KINDS

@@ -6,7 +6,6 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
@@ -172,10 +171,3 @@ def test_a_rank_without_weights_raises_as_on_stock(tmp_path):
     with applied(), pytest.raises(testing.RankError) as raised:
         save(4, tmp_path, NOTHING)
     assert raised.value.rank == 3 and EMPTY in raised.value.remote_traceback
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no such checkpoint."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert not hasattr(DistributedOptimizer, "sharded_param_state_dp_reshardable")

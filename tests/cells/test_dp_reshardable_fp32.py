@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
@@ -63,12 +62,3 @@ def test_gradients_are_recorded_after_an_exception():
         with pytest.raises(KeyError):
             training.optimizer.chained_optimizers[0].load_parameter_state_from_dp_reshardable({})
         assert torch.is_grad_enabled()
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(tmp_path):
-    """It has no such checkpoint, or loads it."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if hasattr(DistributedOptimizer, "load_parameter_state_from_dp_reshardable"):
-        truth = Training(BY_DATA).train().save(str(tmp_path)).train().weights()
-        assert apart(resumed(tmp_path), truth) == 0

@@ -8,7 +8,6 @@ import shim
 from shim import testing
 from shim.patches.megatron_core.expert_bias_gradient.proof import of_experts, step, wrapped_model
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError
 
 CELLS = {"0.17.1": "all"}
 
@@ -101,11 +100,3 @@ def test_a_model_that_was_wrapped_before_is_known(ranks2):
     for late, early in ranks2.run(wrapped_before):
         assert early == "inactive"
         assert late != "inactive"
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It refuses biases of experts."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    with testing.layout_initialised(Layout()), pytest.raises(CannotRunError, match="refuses biases of experts"):
-        wrapped_model()

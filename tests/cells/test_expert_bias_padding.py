@@ -58,11 +58,3 @@ def test_without_padding_it_counts_as_stock_does():
     with shim.patched(only=[ID], require=[ID]):
         found = counted(tokens=6)
     assert torch.equal(found, counted(tokens=6))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its models take no padding mask, or count right by themselves, as the tests above show."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    with shim.patched() as report:
-        assert report[ID].state in ("upstream", "not-needed")

@@ -153,9 +153,3 @@ def test_with_the_distributed_optimizer(ranks2, layout):
     before, truth = distributed(Layout())
     for rank, (_, found) in enumerate(ranks2.run(distributed, layout)):
         assert off_by(found, rank, truth, before) <= 1e-5
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its layers compare expert TP with TP, and all tests above run on stock."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -1,11 +1,9 @@
 """expert-main-params: each optimizer of a chain reloads the state of its own chunks, and all else is stock's."""
 
 import contextlib
-import inspect
 
 import pytest
 import torch
-from megatron.core.optimizer import optimizer as optimizers
 
 import shim
 from shim import testing
@@ -117,10 +115,3 @@ def test_without_a_state_dict_no_optimizer_gets_one(ranks2):
 def test_a_chunk_that_the_state_dict_lacks_is_named(ranks2):
     for said in ranks2.run(two_chunks, "model", "model1"):
         assert said == "the state dict has no model1, and the model has 2 chunks"
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    decision = shim.plan()[ID]
-    takes = "state_dict" in inspect.signature(optimizers.ChainedOptimizer.reload_model_params).parameters
-    assert decision.action == ("upstream" if takes else "not-needed")

@@ -187,11 +187,6 @@ def test_schedules_take_any_model_parallel_config(ranks2, virtual):
     assert ranks2.run(stages_that_are_no_transformer, virtual)[-1] == [2.0**stages, 2.0 * 2.0**stages]
 
 
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-
-
 # Schedules of others
 
 

@@ -40,14 +40,3 @@ def test_a_frozen_group_and_one_that_is_sharded():
         reduce(SimpleNamespace(parameter_groups=[frozen], ddp_config=config))
         with pytest.raises(AssertionError, match="not sharded"):
             reduce(SimpleNamespace(parameter_groups=[frozen, sharded], ddp_config=config))
-
-
-def stock_on_ranks():
-    with testing.megatron_on_cpu(), testing.layout_initialised(Layout(ep=2)):
-        return reduced()
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks2):
-    assert shim.plan()[ID].action == "upstream"
-    assert ranks2.run(stock_on_ranks) == [[1.5, 1.5]] * 2

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import shim
-from shim.patches.megatron_core.fsdp_optimizer_state.proof import SETTINGS, error, sharded, trained, weights
-from shim.testing.proof import CannotRunError
+from shim.patches.megatron_core.fsdp_optimizer_state.proof import SETTINGS, error, sharded, weights
 
 CELLS = {"0.17.1": "all"}
 
@@ -110,13 +109,3 @@ def test_settings_come_back_also_after_an_exception():
         sharded(optimizer)
     assert {key: optimizer.param_groups[0][key] for key in SETTINGS} == SETTINGS
     assert optimizer.state is had
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """The state comes with the first step of the training, or without an effect."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    try:
-        assert torch.equal(trained(True), trained(False))
-    except CannotRunError as error:  # it shards another way
-        assert "fully_shard_optimizer" in str(error)

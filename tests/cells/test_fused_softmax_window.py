@@ -50,9 +50,3 @@ def kernels_counted():
 
     with mock.patch.object(kernel, "forward", counted):
         yield calls
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its attention refuses a window."""
-    assert shim.plan()[ID].action == "not-needed"

@@ -1,7 +1,6 @@
 """gated-attention-few-groups: a rank gates its own heads, and a gate that fits stays as it is."""
 
 import contextlib
-import importlib
 
 import pytest
 import torch
@@ -39,12 +38,3 @@ def test_attention_without_a_gate_is_as_on_stock():
         stock = layer(hidden, None)[0]
         with shim.patched(only=[ID], require=[ID]):
             assert torch.equal(layer(hidden, None)[0], stock)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no gated attention, or slices the gate."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
-    minor = tuple(int(part) for part in testing.release().split(".")[:2])
-    assert ("attention_output_gate" in config.__dataclass_fields__) == (minor >= (0, 16))

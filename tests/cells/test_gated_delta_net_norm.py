@@ -148,9 +148,3 @@ def test_sequence_parallelism_trains_as_on_stock(ranks2):
     for (_, weight), (_, expected), (_, without) in zip(found, stock, alone, strict=True):
         assert torch.equal(weight, expected)
         assert torch.allclose(weight, without, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert importlib.util.find_spec("megatron.core.ssm.gated_delta_net") is None

@@ -91,9 +91,3 @@ def test_it_is_inactive_until_it_is_switched_on():
             assert (found.state, found.reason.partition(";")[0]) == ("inactive", "the option sum_over_dp is off")
         with shim.patched(only=[ID], options={ID: {"sum_over_dp": True}}):
             assert shim.check(model)[ID].state == "applied"
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no global auxiliary loss."""
-    assert shim.plan()[ID].action == "not-needed"

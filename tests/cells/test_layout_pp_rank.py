@@ -160,9 +160,3 @@ def built_on_rank():
 @needed
 def test_a_model_with_a_pipeline_group_of_its_own(ranks2):
     assert ranks2.run(built_on_rank) == NUMBERS
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_takes_no_rank():
-    """moved-symbols adds it, and answers for a layout too: test_moved_symbols.py."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

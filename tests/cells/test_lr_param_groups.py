@@ -9,7 +9,6 @@ from megatron.core.optimizer import optimizer as upstream
 
 import shim
 from shim.patches.megatron_core._proof_param_groups import EMBEDDING_LR, LR, fields, inner_of, optimizer_of
-from shim.patches.megatron_core.lr_param_groups.proof import wrong_groups
 
 CELLS = {"0.17.0": "all"}
 
@@ -163,11 +162,3 @@ def test_a_group_that_the_checkpoint_lacks_raises_the_error_of_stock():
     current = [saved[0], dict.fromkeys(keys, 2.0) | {"params": [1]}]
     with applied(), pytest.raises(ValueError, match="Could not find parameter group with key"):
         upstream.MegatronOptimizer._filter_and_reorder_param_groups(current, saved)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-@both
-def test_this_release_needs_no_patch(distributed):
-    """Groups are numbered, or have a key for the learning rate of the embedding, or for every learning rate."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert wrong_groups(distributed) == 0

@@ -4,16 +4,13 @@ import pytest
 import torch
 
 import shim
-from shim import testing
 from shim.patches.megatron_core.main_param_names import BUILD_MAP, bindings
 from shim.patches.megatron_core.main_param_names.proof import (
     checkpoint_of,
     main_params_of,
     optimizer_of,
     wrapped_model,
-    wrong_main_params,
 )
-from shim.testing.proof import CannotRunError
 
 CELLS = {"0.14.0": "all"}
 
@@ -89,13 +86,3 @@ def test_a_key_that_is_missing_raises_the_error_of_stock():
 
     with applied(), pytest.raises(AssertionError, match=r"linear_fc1\.weight1 has 0 matches in state dict"):
         reloaded(12, nested=without)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It takes no main parameters by name, or tells names apart."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    try:
-        assert wrong_main_params(12) == 0
-    except CannotRunError:
-        assert testing.release() < "0.14"

@@ -42,9 +42,3 @@ def test_check_names_a_layer_that_was_built_before():
         assert report.state == "inactive"
         assert f"has the epsilon 1e-05, and its config says {EPSILON}" in report.reason
         assert shim.check(torch.nn.Sequential(build()))[ID].state == "applied"
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert build().norm.eps == EPSILON

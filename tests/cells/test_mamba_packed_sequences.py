@@ -5,13 +5,9 @@ import torch
 
 import shim
 from shim.patches.megatron_core._proof_mamba import mamba_on_cpu
-from shim.patches.megatron_core.mamba_packed_sequences.proof import HIDDEN, LENGTHS, mixer, off, row
+from shim.patches.megatron_core.mamba_packed_sequences.proof import HIDDEN, LENGTHS, mixer, row
 
-CELLS = {
-    "0.19.2": "all",
-    "0.16.1": ["test_this_release_numbers_the_tokens_itself"],
-    "0.15.3": ["test_this_release_takes_no_packed_rows"],
-}
+CELLS = {"0.19.2": "all"}
 
 ID = "mamba-packed-sequences"
 NEEDED = shim.plan()[ID].wanted
@@ -61,16 +57,3 @@ def test_a_row_without_offsets_is_one_sequence():
     packed = type(row().packed_seq_params())(qkv_format="sbhd")
     with shim.patched(only=[ID], require=[ID]):
         assert numbers(packed) is None
-
-
-@pytest.mark.skipif(shim.plan()[ID].action != "upstream", reason="this release is not right")
-def test_this_release_numbers_the_tokens_itself():
-    assert off() < 1e-6
-
-
-@pytest.mark.skipif(shim.plan()[ID].action != "not-needed", reason="this release takes packed rows")
-def test_this_release_takes_no_packed_rows():
-    from shim.testing.proof import LacksFeatureError
-
-    with pytest.raises(LacksFeatureError):
-        off()

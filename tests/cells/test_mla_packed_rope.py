@@ -141,16 +141,3 @@ def test_a_table_with_a_row_for_each_sequence_is_as_on_stock():
     stock = multi_latent_attention.apply_rotary_pos_emb(queries, table, config)
     with applied():
         assert torch.equal(multi_latent_attention.apply_rotary_pos_emb(queries, table, config), stock)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-@kinds
-def test_this_release_needs_no_patch(kind):
-    """It rotates packed rows right, or takes none."""
-    if shim.plan()[ID].action == "not-needed":
-        with testing.layout_initialised(testing.Layout()), pytest.raises(RuntimeError, match="Sizes of tensors"):
-            packed([8, 8], 4, None, {"rope_type": kind})
-        return
-    assert shim.plan()[ID].action == "upstream"
-    assert error(HERE, LENGTHS, ranks=2, rope_type=kind) < 1e-5
-    assert error(HERE, [5, 9, 2], rope_type=kind) < 1e-5

@@ -34,10 +34,3 @@ def test_the_config_keeps_its_factor(fails):
             with pytest.raises(AttributeError):
                 type(layer)(config, None, 1)
             assert config.rotary_scaling_factor == 40
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It reads mscale_all_dim, which is 0 by default."""
-    assert shim.plan()[ID].action == "upstream"
-    assert times_too_large() == pytest.approx(1)

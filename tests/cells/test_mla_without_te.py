@@ -1,7 +1,6 @@
 """mla-without-te: multi-latent attention of local modules is built and trains without Transformer Engine."""
 
 import importlib
-import inspect
 from unittest import mock
 
 import pytest
@@ -59,12 +58,3 @@ def test_with_transformer_engine_the_flag_stays():
     """Its layers are classes there; a stand-in, because its own need its compiled part."""
     with mock.patch.object(module(), "TELinear", torch.nn.Linear), shim.patched(only=[ID], require=[ID]):
         assert module().HAVE_TE is True
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It takes the right flag, or asks for FP8 first, or does not ask."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert gradients()
-    flag = getattr(module(), "HAVE_TE", False)
-    assert not flag or "HAVE_TE\n            and self.config.fp8\n" in inspect.getsource(module())

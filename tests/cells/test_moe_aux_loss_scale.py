@@ -123,8 +123,3 @@ def test_a_dispatcher_that_gathers_the_tokens_of_tensor_parallel_ranks_counts_th
     truth, _ = trained(Layout(), *how)
     for gradient, _ in ranks2.run(trained, Layout(tp=2, sequence_parallel=True), *how):
         assert off_by(gradient, truth) < 1e-5
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -80,8 +80,3 @@ def test_a_call_that_names_no_layers_fails_as_on_stock():
     with pytest.raises(TypeError) as patched:
         places(True, **arguments)
     assert str(patched.value) == str(stock.value)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -96,10 +96,3 @@ def test_other_users_of_the_gather_keep_it():
         assert getattr(mtp, NAME) is not stock
         assert all(getattr(module, NAME) is stock for module in others)
     assert getattr(mtp, NAME) is stock
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
-    assert not hasattr(mtp, NAME)

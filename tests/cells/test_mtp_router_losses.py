@@ -73,12 +73,3 @@ def test_what_stock_does_right_stays(options):
         (gradient, log), (expected, log_of_stock) = found
         assert log == log_of_stock
         assert (repeated and "moe_z_loss_coeff" in options) != torch.equal(gradient, expected)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """No layer serves several depths."""
-    from megatron.core.transformer import TransformerConfig
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert "mtp_use_repeated_layer" not in TransformerConfig.__dataclass_fields__

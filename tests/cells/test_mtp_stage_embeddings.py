@@ -269,19 +269,3 @@ def with_mtp(ranks):
 )
 def test_messages_are_sent_where_the_group_is_wrong(ranks, stages, tied, embedding_ranks, expected):
     assert ranks[3].run(sent, stages, Layout(pp=3, vp=len(stages) // 3), tied, embedding_ranks) == expected
-
-
-def stage_of_mtp_has_embeddings(stages, layout):
-    with inside(layout):
-        try:
-            chunks = chunks_of(stages, layout, seeded=True)
-        except (AssertionError, NotImplementedError, TypeError):  # a layout with MTP elsewhere, or any layout
-            return False
-        return parallel_state.get_pipeline_model_parallel_rank() == 1 and bool(copies(chunks))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks):
-    """It refuses such a layout, or builds MTP on the last stage all the same."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert ranks[3].run(stage_of_mtp_has_embeddings, MIDDLE, Layout(pp=3)) == [False] * 3

@@ -1,7 +1,5 @@
 """mtp-tied-checkpoint: the file has the embeddings once, under stock's name; other models are saved as by stock."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -111,9 +109,3 @@ def test_the_optimizer_comes_along(ranks, tmp_path):
     loaded = ranks[2].run(inside, TWO, optimizer_loaded, str(tmp_path))
     for right, found in zip(saved, loaded, strict=True):
         assert right and all(torch.equal(*pair) for pair in zip(right, found, strict=True))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release is fixed")
-def test_the_loader_of_this_release_refuses_two_copies():
-    loader = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
-    assert shim.plan()[ID].action == "not-needed" and not hasattr(loader, "CheckpointableShardedTensor")

@@ -37,12 +37,6 @@ def test_stock_cannot_build_the_layer():
         testing.build_gpt()
 
 
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_other_releases_need_none():
-    assert testing.build_gpt().mtp is not None
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-
-
 @needed
 def test_the_patch_fixes_it():
     with shim.patched(only=[ID], require=[ID]) as report:

@@ -11,7 +11,6 @@ import shim
 from shim.patches.megatron_core import _proof_tokenizers
 from shim.patches.megatron_core.multimodal_conversation.proof import text_of
 from shim.patches.megatron_core.multimodal_tool_turns.proof import CONVERSATION, HIDDEN
-from shim.testing.proof import CannotRunError
 
 CELLS = {"0.17.0": "all"}
 
@@ -163,11 +162,3 @@ def test_a_subclass_may_ask_its_tokenizer_for_more():
         both(chosen, SYSTEM)
         chosen.tokenize(copy.deepcopy(SYSTEM))
     assert asked == [2, 2] and itself == [False, True]
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no tokenizer for images."""
-    assert shim.plan()[ID].action == "not-needed"
-    with pytest.raises(CannotRunError):
-        _proof_tokenizers.tokenizer()

@@ -115,10 +115,3 @@ def test_the_optimizers_shapes_stay_also_after_an_exception(one_rank):
             optimizer.orthogonalize(weight, torch.ones(4, 4))
     assert seen == [1]
     assert optimizer.qkv_split_shapes == [2, 1, 1]
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no Muon."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert importlib.util.find_spec("megatron.core.optimizer.muon") is None

@@ -10,7 +10,7 @@ import torch
 import shim
 from shim import testing
 from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_a_checkpoint
-from shim.patches.megatron_core.offloaded_optimizer_classes.proof import groups, groups_lost, read, write
+from shim.patches.megatron_core.offloaded_optimizer_classes.proof import groups, read, write
 
 CELLS = {"0.17.1": "all"}
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -93,10 +93,3 @@ def test_what_stock_does_right_stays(tmp_path):
 def test_a_training_resumes_bit_for_bit(aware):
     with shim.patched(only=[ID, RESUME], require=[ID, RESUME]):
         assert after_a_checkpoint("fully_reshardable", aware=aware) == 0
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It loads whatever a file names."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert groups_lost() == 0

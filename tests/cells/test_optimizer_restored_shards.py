@@ -32,12 +32,3 @@ def test_without_a_sleep_nothing_changes():
         with shim.patched(only=[ID], require=[ID]):
             found = trained()
     assert all(torch.equal(found[name], right[name]) for name in right)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its optimizers have no such methods."""
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert not hasattr(MegatronOptimizer, "offload_to_cpu")

@@ -3,7 +3,6 @@
 import contextlib
 
 import pytest
-import torch
 
 import shim
 from shim import testing
@@ -132,13 +131,3 @@ def test_other_buckets_are_refused_aloud(tmp_path):
         Training(None, bf16=True).train(STEPS).save(str(tmp_path))
         with pytest.raises(ModelError):
             Training(None, bf16=True, bucket=None).load(str(tmp_path))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(tmp_path):
-    """Its default can be saved and loaded."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if testing.release().startswith("0.15"):
-        truth = written(tmp_path, None, bf16=True)
-        assert apart(resumed(tmp_path, None, bf16=True), truth) == 0
-        assert all(map(torch.is_tensor, truth))

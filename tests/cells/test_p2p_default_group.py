@@ -115,15 +115,3 @@ def test_ring_exchange_and_errors_are_those_of_stock():
             pytest.raises(ConnectionError, match="lost"),
         ):
             shapes_of(torch.empty(2, 3, 4), config)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks2):
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    for _, _, over_pipeline_group in ranks2.run(step_on_rank):
-        assert over_pipeline_group
-
-
-def step_on_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(Layout(pp=2)), Batches() as sent:
-        return losses_on_rank(2), None, sent.groups == {parallel_state.get_pipeline_model_parallel_group()}

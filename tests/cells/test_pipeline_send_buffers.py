@@ -142,8 +142,3 @@ def trained(model):
 def test_freed_outputs_train_as_those_that_are_kept(ranks2, lora, options):
     for expected, found in ranks2.run(steps_on_rank, lora, options):
         assert found == expected
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_block import TransformerBlock
 
 import shim
 from shim import testing
@@ -13,7 +12,6 @@ from shim.patches.megatron_core.recompute_padding_mask import CHECKPOINTED_FORWA
 from shim.patches.megatron_core.recompute_padding_mask.proof import (
     FIRST_LAYER,
     error,
-    takes_padding_mask,
     training,
 )
 from shim.testing import Layout
@@ -121,14 +119,6 @@ def right_with_sequence_parallelism():
 @needed
 def test_on_two_ranks_with_sequence_parallelism(ranks2):
     assert ranks2.run(right_with_sequence_parallelism) == [0, 0]
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if takes_padding_mask():
-        assert error().value == 0
-        assert not hasattr(TransformerBlock, "_checkpointed_forward")
 
 
 @needed

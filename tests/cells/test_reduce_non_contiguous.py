@@ -147,17 +147,3 @@ def ways_on_rank(way):
 @pytest.mark.parametrize("way", ["recompute", "compile"])
 def test_recomputed_and_compiled(ranks2, way):
     assert max(ranks2.run(ways_on_rank, way)) < 1e-12
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks2):
-    """It returns what it has summed: the proofs say that gradients are right, too."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    for found in ranks2.run(stock_on_rank):
-        assert found
-
-
-def stock_on_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(Layout(tp=2)):
-        given = PARTS["transposed"](part_of(parallel_state.get_tensor_model_parallel_rank()))
-        return torch.equal(reduced(given), part_of(0) + part_of(1))

@@ -189,14 +189,3 @@ def test_of_a_sound_checkpoint_only_the_last_weights_are_looked_at():
         return footprint.operations
 
     assert operations(3) == operations(30)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no such checkpoint, or each weight is found in it."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
-        saved = Training(FULLY).train()
-        state = saved.sharded_state_dict()["optimizer"]["param_state"]
-        found = [part["exp_avg"].data.abs().sum().item() for part in state.values()]
-        assert sorted(found) == pytest.approx(sorted(each["exp_avg"].abs().sum().item() for each in saved.states()))

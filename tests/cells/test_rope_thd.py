@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 
 import pytest
@@ -16,7 +15,6 @@ from shim._engine.factories import misfit
 from shim.patches.megatron_core.rope_fusion import proof as rope_fusion_proof
 from shim.patches.megatron_core.rope_thd import bindings
 from shim.patches.megatron_core.rope_thd import proof as rope_thd_proof
-from shim.patches.megatron_core.rope_thd.proof import Operations
 
 CELLS = {"0.12.3": "all", "0.16.0": ["test_the_group_is_asked_for"]}
 
@@ -53,48 +51,6 @@ def table(rows):
 
 def offsets(lengths=LENGTHS):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def operations_of(function, sequences, **given):
-    t = torch.randn(64, HEADS, WIDTH)
-    with Operations() as counted:
-        function(t, offsets([64 // sequences] * sequences), table(65), **given)
-    return counted.count
-
-
-@pytest.mark.skipif(NEEDED, reason="this release has the loop")
-@pytest.mark.parametrize("how", ["plain", "interleaved", "mla", "mscale"])
-@pytest.mark.parametrize("rows", ["positions", "tokens"])
-def test_a_release_without_the_loop_needs_no_patch(how, rows, on_rank):
-    """It rotates each token by the row of the table that the loop of earlier releases took, on one to four ranks."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    stock, lengths = STOCK["_apply_rotary_pos_emb_thd"], (8, 0, 16, 24, 0)
-    few, many = (operations_of(stock, n, max_seqlen=64 // n, **on_rank()) for n in (2, 16))
-    assert few == many
-    freqs = table(sum(lengths) if rows == "tokens" else max(lengths))
-    whole = torch.randn(sum(lengths), HEADS, WIDTH)
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    # Each sequence alone and unpacked, on one rank.
-    pieces = [
-        rope_utils._apply_rotary_pos_emb_bshd(
-            whole[start:end, None], freqs[start:end] if rows == "tokens" else freqs[: end - start], **HOW[how]
-        )[:, 0]
-        for start, end in itertools.pairwise(starts)
-        if end > start
-    ]
-    alone = torch.cat(pieces)
-    for ranks, rank in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
-        here = [
-            start + chunk * half + place
-            for start, end in itertools.pairwise(starts)
-            for half in [(end - start) // (2 * ranks)]
-            for chunk in (rank, 2 * ranks - 1 - rank)
-            for place in range(half)
-        ]
-        # The dev branch, which calls itself 0.19, wants to know the longest length.
-        for longest in (max(lengths), None)[: 1 + (MINOR >= (0, 20))]:
-            given = HOW[how] | on_rank(ranks, rank) | {"max_seqlen": longest}
-            assert torch.equal(stock(whole[here], offsets(lengths), freqs, **given), alone[here]), (ranks, rank)
 
 
 def test_the_function_is_given_back(applied):

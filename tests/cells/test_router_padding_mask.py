@@ -19,7 +19,6 @@ from shim.patches.megatron_core.router_padding_mask.proof import (
     moved,
     of_a_gpt_model,
     on_a_later_stage,
-    takes_padding_mask,
 )
 from shim.testing import Layout
 
@@ -181,13 +180,6 @@ def test_a_hybrid_model_under_sequence_parallelism(ranks2):
     found = ranks2.run(of_a_whole_hybrid_model, TP)
     summed = [sum(parts) for parts in zip(*found, strict=True)]
     assert all(off_by(one, other) < 1e-5 for one, other in zip(summed, truth, strict=True))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its models take no padding mask."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert not takes_padding_mask()
 
 
 class TakesNoMask(GPTModel):

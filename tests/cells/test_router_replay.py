@@ -358,8 +358,3 @@ def test_check_names_what_never_replays(patched):
         layer.mlp.router.routing_type = "sinkhorn"
     with pytest.raises(shim.NotMetError, match="sinkhorn"):
         shim.check(model)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

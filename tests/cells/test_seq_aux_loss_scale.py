@@ -47,10 +47,3 @@ def test_what_stock_does_right_stays():
     ways = [(1, PER_TOKEN), (2, {"calculate_per_token_loss": False})]
     for found, expected in zip(*(gradients(testing.Layout(), ids, *ways) for ids in ([ID], [])), strict=True):
         assert torch.equal(found, expected)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    one, two = gradients(testing.Layout(), [], (1, PER_TOKEN), (2, PER_TOKEN))
-    assert off_by(two, one) < 1e-5

@@ -89,9 +89,3 @@ def buffers(shared):
             row = torch.arange(8)[None]
             model(row, row, None)
     return found
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks2):
-    assert shim.plan()[ID].action in ("not-needed", "upstream")
-    assert off(ranks2, TP, True, OTHERS) < 1e-5

@@ -108,8 +108,3 @@ def refused():
 
 def test_a_sleeping_optimizer_refuses_what_it_cannot_do(ranks):
     assert ranks[1].run(refused) == [[]]
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"

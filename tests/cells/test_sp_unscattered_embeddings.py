@@ -131,14 +131,6 @@ def test_a_hybrid_model(ranks2):
     assert all(map(equal, ranks2.run(hybrid, False, True), right))
 
 
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks2):
-    """It scatters as the patch does."""
-    assert shim.plan()[ID].action == "upstream"
-    right = ranks2.run(results, SP2, True, "packed", {}, False)
-    assert all(map(equal, ranks2.run(results, SP2, False, "packed", {}, False), right))
-
-
 def checked(layout, scatters, replaces):
     """What check() says of a model on this rank. replaces: whether its class has a method of a trainer."""
 

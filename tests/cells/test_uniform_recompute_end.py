@@ -102,12 +102,6 @@ def test_a_number_behind_the_last_chunk_stays_an_error():
         block._get_layer(4)
 
 
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_cuts_the_last_chunk_short():
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert unequal() == 0
-
-
 def without_end(self, number):
     return self.layers[number]
 

@@ -35,8 +35,3 @@ def test_without_initialisation_they_stay(options):
     with shim.patched(only=[ID], require=[ID]):
         assert unwritten(perform_initialization=False, **options) >= 4
         assert unwritten(**options) == 0
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action in ("not-needed", "upstream")

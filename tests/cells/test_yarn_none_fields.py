@@ -83,13 +83,6 @@ def test_the_cache_of_the_factor_can_be_cleared():
         assert yarn._yarn_get_concentration_factor.cache_info().currsize == 0
 
 
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It takes no factor from the config in attention."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert not hasattr(yarn, NAME)
-
-
 def bridges(config):
     """As model providers of a trainer do it: the fields of None are not there."""
     kept = {name: value for name, value in vars(config).items() if value is not None}

@@ -15,7 +15,6 @@ from shim.patches.megatron_core._proof_router_losses import (
     of_routers,
     off_by,
     step,
-    takes_padding_mask,
 )
 from shim.patches.megatron_core.z_loss_padding.proof import OPTIONS, PADDING
 from shim.testing import Layout
@@ -112,10 +111,3 @@ def test_an_exception_inside_does_not_reach_the_next_step(ranks2):
         assert left is None
         assert off_by(without_mask, truths[0]) < 1e-5
         assert off_by(with_mask, truths[1]) < 1e-5
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its models take no padding mask."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert not takes_padding_mask()

@@ -175,13 +175,3 @@ def test_only_quantized_rows_that_do_not_fill_blocks_are_dequantized(rule):
     assert gather(partial, None) is partial
     assert gather(full, None, quantizer=quantizer) is full
     assert gather(inp=partial, process_group=None, quantizer=quantizer) is torch.bfloat16
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks):
-    """It gathers such rows in high precision, or has no blockwise FP8."""
-    assert DECISION.action in ("upstream", "not-needed")
-    if not hasattr(import_module(RECIPES), "Float8BlockScaling"):
-        pytest.skip("it has no blockwise FP8")
-    for rows in (64, 120):
-        assert on_ranks(ranks, off_by, rows, patch=False) == [0] * RANKS

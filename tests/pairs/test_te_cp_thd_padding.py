@@ -147,8 +147,3 @@ def test_where_nothing_takes_padding_the_error_has_a_remedy():
         with pytest.raises(ValueError, match=NO_BACKEND) as raised:
             wrapped(error)(layer(), *[torch.empty(0)] * 3, **arguments, **given)
         assert raised.value is error
-
-
-@pytest.mark.skipif(PLAN.wanted, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert PLAN.action in ("upstream", "not-needed")

@@ -1,7 +1,6 @@
 """Patch te-cross-entropy: every argument against fp64, memory, who reads the logits, ranks; where it is not there."""
 
 import inspect
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -125,14 +124,3 @@ def test_two_ranks(function):
     with testing.Ranks(2) as ranks:
         for errors in ranks.run(smoothed_on_rank):
             assert max(errors) < 1e-6
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no fused cross entropy yet, or one without these defects; the function stays upstream's own."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if find_spec("transformer_engine.pytorch.cross_entropy") is None:
-        return
-    before = module().parallel_cross_entropy
-    with shim.patched(only=[ID]):
-        assert module().parallel_cross_entropy is before

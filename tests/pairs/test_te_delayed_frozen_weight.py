@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformer_engine.pytorch as transformer_engine
 
 import shim
 from shim import testing
@@ -118,10 +117,3 @@ def test_an_error_inside_is_upstream_s(te):
         with pytest.raises(ConnectionError, match="lost"):
             layer.backward_dw()
     assert layer.fc2_weight.grad is None
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its modules delay no gradients."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert not hasattr(transformer_engine.Linear, "backward_dw")

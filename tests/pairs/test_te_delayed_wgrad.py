@@ -200,10 +200,3 @@ def test_a_module_that_delays_nothing(patched):
     module.weight.grad = torch.ones_like(module.weight)
     module.backward_dw()
     assert bool((module.weight.grad == 1).all())
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its modules delay no gradients."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert not hasattr(te.Linear, "backward_dw")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.checkpoint import checkpoint
 
 import shim
@@ -79,10 +78,3 @@ def test_batches_without_a_group_run_as_on_stock():
     with shim.patched(only=[ID], require=[ID]):
         found = HERE.run(ordinary, layout=Layout(cp=RANKS))
     assert all(torch.equal(one, other) for (one, _), (other, _) in zip(found, stock, strict=True))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """A batch brings no group."""
-    assert shim.plan()[ID].action == "not-needed"
-    assert "cp_group" not in PackedSeqParams.__dataclass_fields__

@@ -123,12 +123,3 @@ def test_results_that_are_not_of_flash_attention_3_stay():
     assert in_both_places(of_2) is of_2
     assert in_both_places("output") == "output"
     assert in_both_places(("out", "sums")) == ("out", "sums", None, None, "out", "sums", None, None)
-
-
-@pytest.mark.skipif(PLAN.wanted, reason="this release needs the patch")
-def test_this_release_needs_no_patch(ranks):
-    assert PLAN.action in ("upstream", "not-needed")
-    if PLAN.action == "upstream":
-        assert max(ranks.run(error, False, "newer", None, "p2p")) < 4e-3
-    else:
-        assert not hasattr(backends(), "fa_utils")

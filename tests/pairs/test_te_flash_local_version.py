@@ -4,7 +4,6 @@ import sys
 from unittest import mock
 
 import pytest
-from packaging.version import Version
 
 import shim
 from shim.patches.transformer_engine._proof_flash_attention import chosen, home
@@ -118,9 +117,3 @@ def test_without_flash_attention_nothing_is_imported():
     with patched(), mock.patch.dict(sys.modules, dict.fromkeys(flash_attn())):
         assert not ask()[0]
         assert shim.status()[ID].holds == ()
-
-
-@pytest.mark.skipif(PLAN.wanted, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert PLAN.action == "upstream"
-    assert takes_flash(LABELLED) and Version(NEWEST).local is None

@@ -5,13 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.extensions import transformer_engine as extensions
 from torch import nn
 
 import shim
 from shim import testing
 from shim.patches.megatron_core.te_fused_mlp_hooks.proof import CLASSES, layers
-from shim.testing.proof import CannotRunError
 
 CELLS = {"0.16.1+2.12.0": "all", "0.19.2+2.20.2": ["test_hooks_that_take_keyword_arguments"]}
 
@@ -117,11 +115,3 @@ def test_hooks_of_the_recompute_are_those_of_the_moment(layer):
     with pytest.warns(UserWarning, match="pre-forward hook"):
         output.sum().backward()
     assert ran == [1]
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "not-needed"
-    with pytest.raises(CannotRunError):
-        layers()
-    assert not hasattr(getattr(extensions, "TEFusedMLP", None), "_register_hooks_on_fused_impl")

@@ -1,11 +1,8 @@
 """te-grouped-linear-graphs: a graph serves every microbatch of a step, and outside of captures nothing changes."""
 
-from importlib.metadata import version
-
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from packaging.version import Version
 
 import shim
 from shim.patches.transformer_engine.te_grouped_linear_graphs.proof import (
@@ -182,15 +179,6 @@ def test_an_error_leaves_nothing_behind(patched):
         with pytest.raises((AssertionError, ValueError)), graph.capture():
             layer(torch.ones(1, SIZE).requires_grad_(), [1], is_first_microbatch=True)  # one split for two experts
         assert trained(True) == RIGHT
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It passes the flag."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if Version(version("transformer-engine")) < Version("2.5"):
-        pytest.skip("it calls other kernels, and passes the flag")
-    assert [trained(first) for first in (True, False)] == [RIGHT] * 2
 
 
 @needed

@@ -70,11 +70,3 @@ def test_a_weight_that_is_cut_gets_empty_parts(one_rank):
         weights = [weight(), weight(128, 32)]
         cast(weights, [None] * 2, [None] * 2, torch.distributed.group.WORLD, [(None, None)] * 2)
     assert not any(each._rowwise_data.any() for each in weights)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch(one_rank):
-    """It casts no MXFP8 weights, or does without a shard."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    if shim.plan()[ID].action == "upstream":
-        assert not any(any(part) for part in cast_shards([None]))

@@ -54,10 +54,3 @@ def test_triton_is_left_alone():
         assert triton.language.core is core
         assert dict(vars(core)) == before
     assert kernels().core is core
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its kernels do not sort yet, or it marks the function itself."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")
-    assert not hasattr(kernels(), "_compare_and_swap") or hasattr(kernels(), "get_int_dtype")

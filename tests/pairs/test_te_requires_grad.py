@@ -6,8 +6,7 @@ import torch
 import shim
 from shim._torch_names import required
 from shim.patches.transformer_engine._proof_mxfp8 import weight
-from shim.patches.transformer_engine.te_requires_grad.proof import Quantize, Scale, quantized, with_tensors
-from shim.testing.proof import CannotRunError
+from shim.patches.transformer_engine.te_requires_grad.proof import Quantize, Scale, quantized
 
 CELLS = {"0.17.1+2.14.1": "all"}
 
@@ -88,16 +87,6 @@ def test_it_is_still_a_documented_property(patched):
     kind = type(weight(device="cpu"))
     assert isinstance(kind.requires_grad, property)
     assert kind.requires_grad.fset is not None
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """Its tensors have torch's own attribute."""
-    assert shim.plan()[ID].action == "not-needed"
-    try:
-        assert with_tensors(lambda: quantized()[1].requires_grad) is True
-    except CannotRunError as error:  # of a release that cannot make such a tensor on a CPU, as 2.1 to 2.8
-        pytest.skip(str(error))
 
 
 @needed

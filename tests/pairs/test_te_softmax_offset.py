@@ -8,7 +8,6 @@ import torch
 
 import shim
 from shim.patches.transformer_engine.te_softmax_offset.proof import HEAD, HEADS, attention
-from shim.testing.proof import CannotRunError
 
 CELLS = {"0.15.3+2.9.0": "all"}
 
@@ -101,13 +100,3 @@ def test_other_kinds_are_those_of_stock(softmax_type):
 def test_tensor_parallel_ranks_have_their_own_heads():
     with patched():
         assert attention(tp_size=2).softmax_offset.tolist() == [0.0] * (HEADS // 2)
-
-
-@pytest.mark.skipif(PLAN.wanted, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    assert PLAN.action in ("upstream", "not-needed")
-    if PLAN.action == "upstream":
-        assert attention().softmax_offset.tolist() == [0.0] * HEADS
-    else:
-        with pytest.raises(CannotRunError):
-            attention()
