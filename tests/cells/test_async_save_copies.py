@@ -2,6 +2,7 @@
 
 import pytest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.async_save_copies.proof import nothing, request
@@ -9,12 +10,9 @@ from shim.patches.megatron_core.async_save_copies.proof import nothing, request
 CELLS = {"0.16.0": "all"}
 
 ID = "async-save-copies"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
-@needed
 def test_copies_go_when_the_process_has_ended():
     """Of one save after another."""
     caller, copies = TemporalAsyncCaller(), []
@@ -28,7 +26,6 @@ def test_copies_go_when_the_process_has_ended():
     assert not [name for name in vars(caller) if name.startswith("_shim")]
 
 
-@needed
 def test_copies_go_if_the_check_finds_the_end():
     caller, copies = TemporalAsyncCaller(), []
     with shim.patched(only=[ID], require=[ID]):
@@ -37,7 +34,6 @@ def test_copies_go_if_the_check_finds_the_end():
     assert copies[0]() is None
 
 
-@needed
 def test_a_request_without_copies_is_stocks():
     caller = TemporalAsyncCaller()
     with shim.patched(only=[ID], require=[ID]):

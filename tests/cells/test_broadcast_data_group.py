@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import data as upstream
+from needed import needed
 
 import shim
 from shim import testing
@@ -16,8 +17,7 @@ from shim.testing import Layout
 CELLS = {"0.14.0": "all"}
 
 ID = "broadcast-data-group"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,6 @@ def default_group_on_rank():
         return found
 
 
-@needed
 def test_what_stock_does_right_stays(ranks2):
     for found in ranks2.run(default_group_on_rank):
         assert all(values and messages for values, messages in found)
@@ -90,7 +89,6 @@ def errors_on_rank():
     return found
 
 
-@needed
 def test_errors_and_groups_without_a_global_one(ranks2):
     for found in ranks2.run(errors_on_rank):
         assert all(found)

@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch.distributed.checkpoint.filesystem as torchs
+from needed import needed
 
 import shim
 from shim import testing
@@ -15,8 +16,7 @@ from shim.testing.sharded import WRITER
 CELLS = {"0.12.0": "all"}
 
 ID = "checkpoint-write-format"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 HERE = Here(world=2)
 
 
@@ -24,13 +24,11 @@ def applied():
     return shim.patched(only=[ID], require=[ID])
 
 
-@needed
 def test_two_ranks_save_their_parts(tmp_path):
     with applied():
         assert HERE.run(weights_lost, str(tmp_path), layout=testing.Layout(tp=2)) == [0, 0]
 
 
-@needed
 def test_torchs_own_function_stays():
     writer, original = import_module(WRITER), torchs._write_item
     with applied():
@@ -38,7 +36,6 @@ def test_torchs_own_function_stays():
     assert writer._write_item is original
 
 
-@needed
 @pytest.mark.parametrize("first", ["trainer", "shim"])
 def test_a_trainers_own_fix_may_stay(tmp_path, monkeypatch, first):
     """Some carry one. It gives the argument where the call has none."""
@@ -61,7 +58,6 @@ def test_a_trainers_own_fix_may_stay(tmp_path, monkeypatch, first):
         monkeypatch.undo()
 
 
-@needed
 def test_an_older_torch_stays_as_it_is():
     """This function has the parameters of torch 2.6."""
 

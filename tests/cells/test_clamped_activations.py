@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from needed import needed
 
 import shim
 from shim import NotMetError, testing
@@ -13,9 +14,7 @@ from shim.patches.megatron_core.clamped_activations.proof import EXPERTS, MODEL,
 CELLS = {"0.19.2": "all"}
 
 ID = "clamped-activations"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 FUSED, OVERLAPPED, TE = "bias_activation_fusion", "moe_shared_expert_overlap", "use_te_activation_func"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -34,7 +33,6 @@ def config_of(**options):
     return testing.build_gpt(**{**MODEL, **options}).config
 
 
-@needed
 @pytest.mark.parametrize("recompute", [{}, FULL], ids=["plain", "recompute"])
 @pytest.mark.parametrize(
     ("fast", "options"),
@@ -60,7 +58,6 @@ def test_a_fast_path_that_ignores_them_is_the_plain_one(fast, options, recompute
     assert f"{fast} is off" in said
 
 
-@needed
 def test_without_a_clamp_fast_paths_stay():
     """The config keeps its fields, and values are stock's to the bit."""
     options = {**SHARED, "activation_func_clamp_value": None, FUSED: True, OVERLAPPED: True}
@@ -70,7 +67,6 @@ def test_without_a_clamp_fast_paths_stay():
     assert same(found, trained(options))
 
 
-@needed
 def test_fused_quick_gelu_clamps_by_itself_and_stays():
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
@@ -81,14 +77,12 @@ def test_fused_quick_gelu_clamps_by_itself_and_stays():
     torch.testing.assert_close(found, trained({**options, FUSED: False}), rtol=1e-4, atol=1e-6)
 
 
-@needed
 def test_a_config_without_a_gate_keeps_its_fields():
     options = {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True, FUSED: True}
     with applied():
         assert config_of(**options).bias_activation_fusion
 
 
-@needed
 def test_a_field_that_is_switched_on_later_is_reported():
     with applied():
         model = testing.build_gpt(**MODEL)

@@ -6,6 +6,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -24,8 +25,7 @@ from shim.patches.megatron_core.dp_reshardable_empty_bucket.proof import BY_DATA
 CELLS = {"0.17.0": "all"}
 
 ID = "dp-reshardable-empty-bucket"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 EMPTY = "empty bucket encountered"
 # With four ranks the second has nothing between two weights of a bucket, and the last has nothing behind them.
 BETWEEN = {**SETTINGS, "bucket": 90}
@@ -62,7 +62,6 @@ def resumed(world, directory, settings=SETTINGS):
     return [apart(found, right) for found in on(world, weights_resumed, STEPS, str(directory), BY_DATA, settings)]
 
 
-@needed
 @pytest.mark.parametrize("saving, loading", [(4, 4), (4, 2), (2, 4)])
 def test_padding_between_weights_and_behind_them(tmp_path, saving, loading):
     with applied():
@@ -70,7 +69,6 @@ def test_padding_between_weights_and_behind_them(tmp_path, saving, loading):
         assert resumed(loading, tmp_path, BETWEEN) == [0] * loading
 
 
-@needed
 def test_stock_loads_the_file(tmp_path):
     """On one rank, which has something of each bucket."""
     with applied():
@@ -78,7 +76,6 @@ def test_stock_loads_the_file(tmp_path):
     assert resumed(1, tmp_path) == [0]
 
 
-@needed
 def test_a_rank_without_a_weight_of_a_whole_buffer(tmp_path):
     """All norms are in fp32, and each has a bucket: the second rank takes the names of its weights in bf16."""
     settings = {**SETTINGS, "mixed": True}
@@ -95,7 +92,6 @@ def with_torchs_adam(directory, load):
         return Training(BY_DATA, **SETTINGS).train(STEPS).save(directory).train(STEPS).weights()
 
 
-@needed
 def test_torchs_adam_whose_states_have_a_step(tmp_path):
     """With the patch without which it cannot be loaded, and, in 0.15, not be saved."""
     with applied("cpu-offloaded-optimizer"):
@@ -116,7 +112,6 @@ def entries(settings):
     ]
 
 
-@needed
 def test_only_empty_buckets_get_an_entry():
     """With the bytes of the share between weights, and none behind them."""
     stock = on(4, entries, BETWEEN)
@@ -131,7 +126,6 @@ def test_only_empty_buckets_get_an_entry():
     assert added == {(0, True), (32, True)}
 
 
-@needed
 def test_what_stock_does_right_stays():
     """One bucket that reaches all ranks: the very tensors of the optimizer."""
     settings = {**SETTINGS, "bucket": None}
@@ -143,7 +137,6 @@ def test_what_stock_does_right_stays():
     assert {id(entry["param"]) for entry in bucket} == ours
 
 
-@needed
 @pytest.mark.parametrize("precision_aware", [False, True])
 def test_entries_of_another_buffer_serve_if_their_dtypes_do(precision_aware):
     """The precision-aware optimizer may keep the main weights of one buffer as 16-bit remainders."""
@@ -166,7 +159,6 @@ def test_entries_of_another_buffer_serve_if_their_dtypes_do(precision_aware):
         assert added == {"gbuf_local_start": -40, "gbuf_local_end": -40, "padding": True}
 
 
-@needed
 def test_a_rank_without_weights_raises_as_on_stock(tmp_path):
     with applied(), pytest.raises(testing.RankError) as raised:
         save(4, tmp_path, NOTHING)

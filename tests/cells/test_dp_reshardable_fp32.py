@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -11,8 +12,7 @@ from shim.testing.user_model import ModelError
 CELLS = {"0.17.0": "all"}
 
 ID = "dp-reshardable-fp32"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,6 @@ def resumed(directory, **settings):
     return Training(BY_DATA, **{"seed": 8, **settings}).load(str(directory)).train(STEPS).weights()
 
 
-@needed
 @pytest.mark.parametrize("settings", [{}, {"bf16": True, "mixed": True}], ids=["fp32", "norms in fp32"])
 def test_weights_in_fp32_resume(tmp_path, settings):
     """Stock writes the checkpoint, and raises when it loads it."""
@@ -41,7 +40,6 @@ def test_weights_in_fp32_resume(tmp_path, settings):
         assert torch.is_grad_enabled()
 
 
-@needed
 def test_what_stock_does_right_stays(tmp_path):
     """Weights in bf16, written by either side and loaded by the other."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -55,7 +53,6 @@ def test_what_stock_does_right_stays(tmp_path):
         assert apart(resumed(theirs, bf16=True), truth) == 0
 
 
-@needed
 def test_gradients_are_recorded_after_an_exception():
     training = Training(BY_DATA)
     with applied():

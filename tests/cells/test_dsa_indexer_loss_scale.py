@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -12,10 +13,8 @@ from shim.patches.megatron_core.dsa_indexer_loss_scale.proof import gradients
 CELLS = {"0.16.1": "all"}
 
 ID = "dsa-indexer-loss-scale"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
 def with_patch(*args, **overrides):
@@ -23,7 +22,6 @@ def with_patch(*args, **overrides):
         return gradients(*args, **overrides)
 
 
-@needed
 def test_per_token_loss_is_not_divided_by_microbatches():
     """The sum over microbatches is divided later, by the number of tokens, as in 0.19."""
     alike = {"calculate_per_token_loss": True}
@@ -32,18 +30,15 @@ def test_per_token_loss_is_not_divided_by_microbatches():
     assert torch.equal(scaled, 8 * gradients(4, **alike)[1])
 
 
-@needed
 def test_one_microbatch_without_a_loss_scaler_stays():
     assert torch.equal(with_patch(1), gradients(1))
 
 
-@needed
 def test_other_models_set_no_scale():
     found = with_patch(4, experimental_attention_variant=None)
     assert torch.equal(found, gradients(4, experimental_attention_variant=None))
 
 
-@needed
 @pytest.mark.parametrize("before", [None, torch.tensor(1.0), torch.ones(1)])
 def test_the_scale_goes_with_the_patch(before):
     """Stock would never set it back. What is there may be what upstream's backward has put there."""

@@ -1,7 +1,7 @@
 """expert-bias-gradient: only biases of experts that are not cut lose their mark, and only where stock is wrong."""
 
-import pytest
 import torch
+from needed import needed
 from uncompiled import inside
 
 import shim
@@ -12,8 +12,7 @@ from shim.testing import Layout
 CELLS = {"0.17.1": "all"}
 
 ID = "expert-bias-gradient"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 SPREAD = Layout(tp=2, sequence_parallel=True, ep=2, etp=1)
 
 
@@ -34,7 +33,6 @@ def _is_marked(weight):
     return getattr(weight, "sequence_parallel", False)
 
 
-@needed
 def test_nothing_changes_without_sequence_parallelism(ranks2):
     for (found, marks), (stock, _) in zip(
         ranks2.run(gradients, Layout(ep=2), [ID]), ranks2.run(gradients, Layout(ep=2), []), strict=True
@@ -43,7 +41,6 @@ def test_nothing_changes_without_sequence_parallelism(ranks2):
         assert all(torch.equal(found[name], stock[name]) for name in stock)
 
 
-@needed
 def test_biases_alone_change_also_where_all_else_is_frozen(ranks2):
     """Every other gradient has stock's bits; frozen weights of experts change nothing about those of their biases."""
     runs = (ranks2.run(gradients, SPREAD, ids, frozen) for ids, frozen in (([ID], False), ([], False), ([ID], True)))
@@ -72,12 +69,10 @@ def marks_of_others(layout, allreduce):
         return all(weight.sequence_parallel for weight in weights)
 
 
-@needed
 def test_experts_that_are_cut_keep_their_marks(ranks2):
     assert ranks2.run(marks_of_others, Layout(etp=2), False) == [True, True]
 
 
-@needed
 def test_experts_that_all_ranks_have_keep_their_marks(ranks2):
     """Weights without `allreduce`, as upstream reads them."""
     assert ranks2.run(marks_of_others, Layout(tp=2, sequence_parallel=True, etp=1), None) == [True, True]
@@ -95,7 +90,6 @@ def wrapped_before():
     return states
 
 
-@needed
 def test_a_model_that_was_wrapped_before_is_known(ranks2):
     for late, early in ranks2.run(wrapped_before):
         assert early == "inactive"

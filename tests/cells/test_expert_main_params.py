@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -14,8 +15,7 @@ from shim.testing import Layout
 CELLS = {"0.15.3": "all"}
 
 ID = "expert-main-params"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 @contextlib.contextmanager
@@ -48,7 +48,6 @@ def reloaded(given):
         return wrong_main_params(made, state)
 
 
-@needed
 @pytest.mark.parametrize("given", ["model", "names"])
 def test_all_main_parameters_are_those_of_the_state_dict(ranks2, given):
     for wrong, count in ranks2.run(reloaded, given):
@@ -64,7 +63,6 @@ def without_a_state_dict(on):
         return mains(made)
 
 
-@needed
 def test_without_a_state_dict_the_model_is_reloaded_as_on_stock(ranks2):
     for found, stock in zip(ranks2.run(without_a_state_dict, True), ranks2.run(without_a_state_dict, False)):
         assert found and all(map(torch.equal, found, stock))
@@ -98,7 +96,6 @@ def two_chunks(prefix, lost=None):
             return error.args[0]
 
 
-@needed
 @pytest.mark.parametrize("prefix", ["model", "model_"])
 def test_each_optimizer_gets_all_of_its_chunks(ranks2, prefix):
     """Both optimizers have parameters of both chunks. Stock counts four chunks, and raises."""
@@ -106,12 +103,10 @@ def test_each_optimizer_gets_all_of_its_chunks(ranks2, prefix):
     assert ranks2.run(two_chunks, prefix) == [[whole, whole]] * 2
 
 
-@needed
 def test_without_a_state_dict_no_optimizer_gets_one(ranks2):
     assert ranks2.run(two_chunks, None) == [[None, None]] * 2
 
 
-@needed
 def test_a_chunk_that_the_state_dict_lacks_is_named(ranks2):
     for said in ranks2.run(two_chunks, "model", "model1"):
         assert said == "the state dict has no model1, and the model has 2 chunks"

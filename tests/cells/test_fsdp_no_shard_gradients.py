@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from needed import needed
 
 import shim
 from shim import testing
@@ -12,8 +13,7 @@ from shim.testing import Layout
 CELLS = {"0.17.1": "all"}
 
 ID = "fsdp-no-shard-gradients"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 def on_ranks(settings):
@@ -21,7 +21,6 @@ def on_ranks(settings):
         return reduced(**settings)
 
 
-@needed
 @pytest.mark.parametrize(
     "settings", [{}, {"async_op": True}, {"check_for_nan_in_grad": True}], ids=["", "async", "check"]
 )
@@ -29,7 +28,6 @@ def test_ranks_have_the_mean(ranks2, settings):
     assert ranks2.run(on_ranks, settings) == [[1.5, 1.5]] * 2
 
 
-@needed
 def test_a_frozen_group_and_one_that_is_sharded():
     """The first has no buffer. The second is refused, as on stock."""
     config = SimpleNamespace(outer_dp_sharding_strategy="no_shard", check_for_nan_in_grad=False)

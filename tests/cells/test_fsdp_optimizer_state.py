@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.fsdp_optimizer_state.proof import SETTINGS, error, sharded, weights
@@ -11,8 +12,7 @@ from shim.patches.megatron_core.fsdp_optimizer_state.proof import SETTINGS, erro
 CELLS = {"0.17.1": "all"}
 
 ID = "fsdp-optimizer-state"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 ADAM = torch.optim.AdamW
 
 
@@ -29,7 +29,6 @@ def applied():
     return shim.patched(only=[ID], require=[ID])
 
 
-@needed
 def test_what_stock_does_right_stays():
     """The state is there, for weights that have elements, and no gradient stays."""
 
@@ -46,7 +45,6 @@ def test_what_stock_does_right_stays():
     assert optimizer.param_groups[0].keys() == stock.param_groups[0].keys()
 
 
-@needed
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -66,7 +64,6 @@ def test_weights_as_the_optimizer_alone_trains_them(kind, settings):
         assert error(kind, **settings) == 0.0
 
 
-@needed
 def test_settings_and_counts_are_as_before():
     model = weights()
     groups = [{"params": model[:1], "lr": 0.3}, {"params": model[1:], "weight_decay": 0.0}]
@@ -81,7 +78,6 @@ def test_settings_and_counts_are_as_before():
     assert all(map(torch.equal, model, before))
 
 
-@needed
 def test_a_state_that_is_there_stays():
     """As of an optimizer that was loaded, or has stepped. The weight without a state gets one."""
     model = weights()
@@ -97,7 +93,6 @@ def test_a_state_that_is_there_stays():
     assert optimizer.param_groups[0]["step"] == 1
 
 
-@needed
 def test_settings_come_back_also_after_an_exception():
     class Fails(torch.optim.AdamW):
         def step(self, closure=None):

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.fused_softmax_window import proof
@@ -13,23 +14,19 @@ from shim.patches.megatron_core.fused_softmax_window.proof import attended
 CELLS = {"0.15.0": "all"}
 
 ID = "fused-softmax-window"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
 def applied():
     return shim.patched(only=[ID], require=[ID])
 
 
-@needed
 @pytest.mark.parametrize("window", [(3, 0), (0, 0), (15, 0)])
 def test_with_a_window_it_is_the_path_of_torch(window):
     with applied():
         assert torch.equal(attended(True, window), attended(False, window))
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, {"layer": 2, "window_attn_skip_freq": 2}], ids=["no window", "left out"])
 def test_without_one_the_kernel_stays(options):
     """Also in a layer that has none because window_attn_skip_freq leaves it out."""

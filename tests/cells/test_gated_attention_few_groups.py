@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -12,8 +13,7 @@ from shim.patches.megatron_core.gated_attention_few_groups.proof import HEADS, b
 CELLS = {"0.16.1": "all"}
 
 ID = "gated-attention-few-groups"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 def of_two_ranks(active, groups):
@@ -22,7 +22,6 @@ def of_two_ranks(active, groups):
         return trained(groups)
 
 
-@needed
 @pytest.mark.parametrize("groups", [2, HEADS])
 def test_groups_that_ranks_do_not_share_are_as_on_stock(ranks2, groups):
     found, stock = (ranks2.run(of_two_ranks, active, groups) for active in (True, False))
@@ -30,7 +29,6 @@ def test_groups_that_ranks_do_not_share_are_as_on_stock(ranks2, groups):
         assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
-@needed
 def test_attention_without_a_gate_is_as_on_stock():
     with testing.layout_initialised(testing.Layout()):
         layer = build(attention_output_gate=False)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import trainers_in_small as trainers
+from needed import needed
 from trainer_cases import both
 
 import shim
@@ -24,8 +25,7 @@ from shim.patches.megatron_core.gated_delta_net_norm.proof import (
 CELLS = {"0.17.1": "all"}
 
 ID = "gated-delta-net-norm"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 def patched(active=True):
@@ -104,7 +104,6 @@ def of_another_layer(layer):
     layer.other.tp_size, layer.other.out_norm = 2, torch.nn.LayerNorm(HEAD)
 
 
-@needed
 @pytest.mark.parametrize(
     ("active", "change", "expected_sums"),
     [
@@ -124,7 +123,6 @@ def test_one_all_reduce_sums_the_norms_of_all_layers(ranks2, active, change, exp
             assert torch.equal(gradient, expected), name
 
 
-@needed
 @pytest.mark.parametrize("change", [frozen, averaged, whole_on_each_rank, of_another_layer])
 def test_what_is_not_to_be_summed_stays_as_on_stock(ranks2, change):
     found = ranks2.run(on_two_ranks, sums_of_a_step, 1, True, change)
@@ -139,7 +137,6 @@ def trained_on_ranks(active, overrides):
         return trained(overrides)
 
 
-@needed
 def test_sequence_parallelism_trains_as_on_stock(ranks2):
     """Upstream sums there already."""
     found = ranks2.run(on_two_ranks, trained_on_ranks, True, {"sequence_parallel": True})

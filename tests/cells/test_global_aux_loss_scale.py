@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from needed import needed
 
 import shim
 from shim import testing
@@ -15,8 +16,7 @@ from shim.testing import Layout
 CELLS = {"0.17.0": "all"}
 
 ID = "global-aux-loss-scale"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 REPLICAS = Layout(ep=2)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -48,7 +48,6 @@ CASES = {
 }
 
 
-@needed
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_get_the_gradient_of_one_rank(ranks2, case):
     options, padding = CASES[case]
@@ -64,7 +63,6 @@ def test_replicas_get_the_gradient_of_one_rank(ranks2, case):
         assert all(torch.equal(losses[name], expected[name]) for name in expected)
 
 
-@needed
 @pytest.mark.parametrize(
     ("options", "how"),
     [(OPTIONS, False), ({**AUX, "moe_token_dispatcher_type": "allgather"}, True)],
@@ -76,13 +74,11 @@ def test_by_default_and_for_other_losses_nothing_changes(ranks2, options, how):
     assert all(torch.equal(mine[0], expected[0]) for mine, expected in zip(found, stock, strict=True))
 
 
-@needed
 def test_one_rank_is_as_on_stock():
     found, stock = (trained(OPTIONS, [], how, Layout())[0] for how in (True, None))
     assert torch.equal(found, stock)
 
 
-@needed
 def test_it_is_inactive_until_it_is_switched_on():
     with testing.megatron_on_cpu(), testing.layout_initialised(Layout()):
         model = testing.build_gpt()

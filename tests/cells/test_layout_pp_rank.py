@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig, multi_token_prediction, transformer_block, transformer_layer
+from needed import needed
 
 import shim
 from shim import testing
@@ -15,8 +16,7 @@ from shim.testing import Layout
 CELLS = {"0.16.1": "all"}
 
 ID = "layout-pp-rank"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 with_mtp = pytest.mark.skipif(shim.plan()[ID].variant != "v0_16", reason="it asks no layout for multi-token prediction")
 # Of two ranks, with two virtual stages each: the first stages of both come before the second ones.
 VIRTUAL = [["embedding", "decoder"], ["decoder"] * 2, ["decoder"] * 3, ["decoder"] * 4 + ["mtp", "loss"]]
@@ -50,7 +50,6 @@ def virtual_config():
     return config_of(VIRTUAL, virtual_pipeline_model_parallel_size=2, mtp_num_layers=1)
 
 
-@needed
 def test_virtual_stages(on, one_rank):
     config, found = virtual_config(), {}
     with virtual():
@@ -61,7 +60,6 @@ def test_virtual_stages(on, one_rank):
     assert found == {(0, 0): (0, 1), (0, 1): (1, 2), (1, 0): (3, 3), (1, 1): (6, 4)}
 
 
-@needed
 @with_mtp
 def test_multi_token_prediction(on, one_rank):
     config = virtual_config()
@@ -72,7 +70,6 @@ def test_multi_token_prediction(on, one_rank):
     assert found == {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 1}
 
 
-@needed
 @with_mtp
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2])
@@ -86,7 +83,6 @@ def test_multi_token_prediction_without_a_layout(on, one_rank, ranks, stages):
     assert ask(config_of(None, ranks=ranks), 0, ranks - 1) == 0
 
 
-@needed
 @with_mtp
 def test_multi_token_prediction_of_the_own_stage(on, one_rank):
     """A call without a rank, or without the virtual stage that it needs, is upstream's."""
@@ -99,7 +95,6 @@ def test_multi_token_prediction_of_the_own_stage(on, one_rank):
                 ask(config, pp_rank=rank)
 
 
-@needed
 @with_mtp
 def test_the_block_of_another_stage(on, one_rank):
     """get_gpt_mtp_block_spec asks by its own name."""
@@ -111,7 +106,6 @@ def test_the_block_of_another_stage(on, one_rank):
     assert made[0] is None and len(made[1].layer_specs) == 1
 
 
-@needed
 def test_every_name_of_the_functions(on, one_rank):
     """Other modules have taken them before."""
     from megatron.core.models.gpt import gpt_layer_specs
@@ -122,7 +116,6 @@ def test_every_name_of_the_functions(on, one_rank):
     assert gpt_layer_specs.get_num_layers_to_build(config, None, 1) == 3
 
 
-@needed
 def test_the_config_stays_as_it_is(on, one_rank):
     config = config_of()
     layout, fields = config.pipeline_model_parallel_layout, dict(vars(config))
@@ -131,7 +124,6 @@ def test_the_config_stays_as_it_is(on, one_rank):
     assert vars(config) == fields and config.pipeline_model_parallel_layout is layout and vars(layout) == of_layout
 
 
-@needed
 def test_calls_that_stock_answers_right_are_handed_on_as_they_are(one_rank):
     """Without a layout, and without a rank."""
     without, given = config_of(None), config_of()
@@ -141,7 +133,6 @@ def test_calls_that_stock_answers_right_are_handed_on_as_they_are(one_rank):
         assert said(given, None) == (0, 1)
 
 
-@needed
 def test_without_parallel_state(on):
     """A rank that is given is all that is needed. Stock asks parallel_state."""
     assert not parallel_state.model_parallel_is_initialized()
@@ -157,6 +148,5 @@ def built_on_rank():
         return built_layers()
 
 
-@needed
 def test_a_model_with_a_pipeline_group_of_its_own(ranks2):
     assert ranks2.run(built_on_rank) == NUMBERS

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.main_param_names import BUILD_MAP, bindings
@@ -15,9 +16,7 @@ from shim.patches.megatron_core.main_param_names.proof import (
 CELLS = {"0.14.0": "all"}
 
 ID = "main-param-names"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
 def applied():
@@ -32,7 +31,6 @@ def reloaded(experts, lora=False, nested=lambda state: state):
     return main_params_of(wrapped), state
 
 
-@needed
 def test_what_stock_does_right_stays():
     """Up to ten experts no key begins another one."""
     with applied():
@@ -42,7 +40,6 @@ def test_what_stock_does_right_stays():
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@needed
 @pytest.mark.parametrize("experts", [10, 12])
 def test_upstreams_function_gets_other_keys_only_where_it_needs_them(experts):
     given = []
@@ -53,7 +50,6 @@ def test_upstreams_function_gets_other_keys_only_where_it_needs_them(experts):
     assert (given[0] is state) == (experts == 10)
 
 
-@needed
 @pytest.mark.parametrize(
     "nested",
     [
@@ -70,7 +66,6 @@ def test_in_every_form_of_checkpoint_that_stock_takes(nested):
     assert all(torch.equal(found[name], state[name].flatten()) for name in found)
 
 
-@needed
 def test_only_adapters_have_main_parameters():
     """LoRA: all other weights are frozen, and their keys are looked for nevertheless."""
     with applied():
@@ -79,7 +74,6 @@ def test_only_adapters_have_main_parameters():
     assert all(".lora." in name and torch.equal(found[name], state[name].flatten()) for name in found)
 
 
-@needed
 def test_a_key_that_is_missing_raises_the_error_of_stock():
     def without(state):
         return {key: value for key, value in state.items() if not key.endswith("fc1.weight1")}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.mamba_norm_eps.proof import EPSILON, WIDTH, build, output_and_gradient
@@ -10,9 +11,7 @@ from shim.patches.megatron_core.mamba_norm_eps.proof import EPSILON, WIDTH, buil
 CELLS = {"0.13.1": "all"}
 
 ID = "mamba-norm-eps"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
 def with_patch(*args, **given):
@@ -20,21 +19,18 @@ def with_patch(*args, **given):
         return build(*args, **given)
 
 
-@needed
 def test_the_default_epsilon_gives_the_same_bits():
     hidden = 1e-3 * torch.randn(4, 1, WIDTH)
     found, stock = (output_and_gradient(make(epsilon=1e-5), hidden) for make in (with_patch, build))
     assert torch.equal(found, stock)
 
 
-@needed
 def test_a_layer_whose_norm_is_in_its_mixer_stays():
     """As in upstream's specs for Transformer Engine."""
     layer = with_patch(IdentityOp)
     assert isinstance(layer.norm, IdentityOp) and not hasattr(layer.norm, "eps")
 
 
-@needed
 def test_check_names_a_layer_that_was_built_before():
     before = build()
     with shim.patched(only=[ID]):

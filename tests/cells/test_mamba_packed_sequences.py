@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core._proof_mamba import mamba_on_cpu
@@ -10,9 +11,7 @@ from shim.patches.megatron_core.mamba_packed_sequences.proof import HIDDEN, LENG
 CELLS = {"0.19.2": "all"}
 
 ID = "mamba-packed-sequences"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
 def numbers(packed):
@@ -33,7 +32,6 @@ def numbers(packed):
     return seen[0]
 
 
-@needed
 @pytest.mark.parametrize("padding", [0, 3])
 def test_numbers_are_those_of_a_row_with_its_tokens(padding):
     """padding: behind the last sequence, as a part of it; or three tokens behind all sequences."""
@@ -44,14 +42,12 @@ def test_numbers_are_those_of_a_row_with_its_tokens(padding):
     assert found.dtype == right.dtype
 
 
-@needed
 def test_a_row_that_brings_numbers_keeps_them():
     packed = row(3).packed_seq_params(total_tokens=sum(LENGTHS) + 3)
     with shim.patched(only=[ID], require=[ID]):
         assert numbers(packed) is packed.seq_idx
 
 
-@needed
 def test_a_row_without_offsets_is_one_sequence():
     """As of a batch that brings its own context-parallel group alone."""
     packed = type(row().packed_seq_params())(qkv_format="sbhd")

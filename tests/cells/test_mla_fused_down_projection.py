@@ -11,7 +11,7 @@ CELLS = {"0.17.0": "all"}
 
 IDS = ["mla-fused-down-projection", "mla-rope-key-gradient"]
 NEEDED = shim.plan()[IDS[0]].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 
 
 def frozen(sequence_parallel):
@@ -31,7 +31,6 @@ def of_two_ranks(sequence_parallel):
             return frozen(sequence_parallel)
 
 
-@needed
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_frozen_layer_passes_the_gradient_of_one_rank_on(ranks2, sequence_parallel):
     with testing.layout_initialised(testing.Layout()):
@@ -42,7 +41,6 @@ def test_a_frozen_layer_passes_the_gradient_of_one_rank_on(ranks2, sequence_para
         assert torch.allclose(mine, whole, rtol=1e-4, atol=1e-6)
 
 
-@needed
 def test_one_rank_is_as_on_stock():
     with testing.layout_initialised(testing.Layout()):
         stock = trained()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import multi_latent_attention
+from needed import needed
 
 import shim
 from shim import testing
@@ -18,8 +19,7 @@ from shim.testing.proof import Here
 CELLS = {"0.13.1": "all"}
 
 ID = "mla-packed-rope"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 kinds = pytest.mark.parametrize("kind", ["rope", "yarn"])
 HERE = Here(world=2)
 CP = testing.Layout(cp=2)
@@ -43,7 +43,6 @@ def unpacked(kind, active=False):
         return before, layer(states, None)[0]
 
 
-@needed
 @kinds
 def test_unpacked_rows_are_as_on_stock_also_after_a_packed_one(kind):
     """Their tables, which are cut for the rank, are cached apart."""
@@ -53,7 +52,6 @@ def test_unpacked_rows_are_as_on_stock_also_after_a_packed_one(kind):
         assert all(map(torch.equal, found, stock))
 
 
-@needed
 @kinds
 def test_packed_rows_of_one_rank_are_as_on_stock(one_rank, kind):
     stock = packed(LENGTHS, 4, None, {"rope_type": kind})
@@ -62,7 +60,6 @@ def test_packed_rows_of_one_rank_are_as_on_stock(one_rank, kind):
     assert all(torch.equal(found[place], stock[place]) for place in stock)
 
 
-@needed
 @kinds
 @pytest.mark.parametrize(
     ("lengths", "longest"),
@@ -74,7 +71,6 @@ def test_each_sequence_is_as_alone(kind, lengths, longest):
         assert error(HERE, lengths, ranks=2, longest=longest, rope_type=kind) < 1e-5
 
 
-@needed
 @kinds
 def test_beside_all_patches(kind):
     """The rotation of a whole row, and a patch outside of this one."""
@@ -97,7 +93,6 @@ def gradients(packs, settings):
     return torch.cat([weight.grad.flatten() for _, weight in sorted(layer.named_parameters())])
 
 
-@needed
 @kinds
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_gradients_are_those_of_the_sequences_alone(kind, recomputes):
@@ -126,13 +121,11 @@ def fails(layer, *_):
     raise ArithmeticError(type(layer.rotary_pos_emb).__name__)
 
 
-@needed
 @kinds
 def test_the_attention_keeps_its_embedding_also_after_an_exception(kind):
     assert HERE.run(after_an_exception, kind, layout=CP) == [True, True]
 
 
-@needed
 @pytest.mark.usefixtures("one_rank")
 def test_a_table_with_a_row_for_each_sequence_is_as_on_stock():
     """[s, b, 1, d], and nothing is packed."""

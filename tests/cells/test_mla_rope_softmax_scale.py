@@ -1,6 +1,7 @@
 """mla-rope-softmax-scale: with plain rotary embeddings the scale of scores is that of a head, and with YaRN stock's."""
 
 import pytest
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.mla_rope_softmax_scale.proof import times_too_large
@@ -9,12 +10,9 @@ from shim.testing import mla_layer
 CELLS = {"0.13.1": "all"}
 
 ID = "mla-rope-softmax-scale"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
-@needed
 @pytest.mark.parametrize("options", [{"rope_type": "yarn"}, {"rotary_scaling_factor": 1.0}], ids=["yarn", "1"])
 def test_what_stock_does_right_stays(options):
     stock = times_too_large(**options)
@@ -22,7 +20,6 @@ def test_what_stock_does_right_stays(options):
         assert times_too_large(**options) == stock
 
 
-@needed
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_config_keeps_its_factor(fails):
     """Also if the layer cannot be built."""

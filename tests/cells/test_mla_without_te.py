@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.mla_without_te.proof import BATCH, HIDDEN, MLA, TOKENS, build
@@ -12,9 +13,7 @@ from shim.patches.megatron_core.mla_without_te.proof import BATCH, HIDDEN, MLA, 
 CELLS = {"0.16.0": "all"}
 
 ID = "mla-without-te"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
 def gradients():
@@ -29,7 +28,6 @@ def module():
     return importlib.import_module(MLA)
 
 
-@needed
 def test_it_trains_as_where_stock_has_the_right_flag():
     with mock.patch.object(module(), "HAVE_TE", False):
         expected = gradients()
@@ -41,7 +39,6 @@ def test_it_trains_as_where_stock_has_the_right_flag():
         assert torch.equal(found[name], gradient), name
 
 
-@needed
 def test_the_flag_of_other_modules_stays():
     """They have flags of their own, which decide about other things."""
     names = ("attention", "transformer_block")
@@ -53,7 +50,6 @@ def test_the_flag_of_other_modules_stays():
     assert module().HAVE_TE is True
 
 
-@needed
 def test_with_transformer_engine_the_flag_stays():
     """Its layers are classes there; a stand-in, because its own need its compiled part."""
     with mock.patch.object(module(), "TELinear", torch.nn.Linear), shim.patched(only=[ID], require=[ID]):

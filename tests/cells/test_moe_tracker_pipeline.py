@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from needed import needed
 
 import shim
 from shim import testing
@@ -15,7 +16,7 @@ CELLS = {"0.14.0": "all"}
 
 ID = "moe-tracker-pipeline"
 NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 FORCED = {"force_initialize": True, "track_names": ["load_balancing_loss", "z_loss"], "num_layers": 4}
 
 
@@ -38,17 +39,14 @@ def places(patched, **arguments):
     return found
 
 
-@needed
 def test_stock_has_no_place_for_mtp():
     assert places(False, **FORCED, mtp_num_layers=2) == dict.fromkeys(FORCED["track_names"], [0.0] * 4)
 
 
-@needed
 def test_each_mtp_layer_has_its_place():
     assert places(True, **FORCED, mtp_num_layers=2) == dict.fromkeys(FORCED["track_names"], [0.0] * 6)
 
 
-@needed
 @pytest.mark.parametrize(
     "arguments",
     [FORCED, {**FORCED, "mtp_num_layers": 0}, {**FORCED, "track_names": None}, {"num_layers": 4, "mtp_num_layers": 2}],
@@ -58,7 +56,6 @@ def test_what_stock_does_right_stays(arguments):
     assert places(True, **arguments) == places(False, **arguments)
 
 
-@needed
 def test_what_a_router_has_saved_stays():
     """Only what is missing is made."""
     moe_utils.save_to_aux_losses_tracker("z_loss", torch.tensor(3.0), 2, 6)
@@ -71,7 +68,6 @@ def test_what_a_router_has_saved_stays():
     assert total["load_balancing_loss"] == 0
 
 
-@needed
 def test_a_call_that_names_no_layers_fails_as_on_stock():
     arguments = {"force_initialize": True, "track_names": ["z_loss"], "mtp_num_layers": 1}
     with pytest.raises(TypeError) as stock:

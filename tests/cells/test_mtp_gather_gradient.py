@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -16,8 +17,7 @@ CELLS = {"0.12.0": "all"}
 
 ID = "mtp-gather-gradient"
 NAME = "all_gather_last_dim_from_tensor_parallel_region"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -59,7 +59,6 @@ def messages_of_a_step():
     return found
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["plain", "sequence"])
 def test_adapters_train_as_on_one_rank(ranks2, options):
     """With a frozen base the gradient passes eh_proj on its way to the adapters of the main model."""
@@ -68,26 +67,22 @@ def test_adapters_train_as_on_one_rank(ranks2, options):
     assert distance(ranks2.run(in_layout, 2, adapters, False, options), expected) > 1e-4
 
 
-@needed
 @pytest.mark.parametrize("options", [FULL, {**FULL, "sequence_parallel": True}], ids=["plain", "sequence"])
 def test_under_full_recompute(ranks2, options):
     assert distance(ranks2.run(in_layout, 2, whole, True, options), in_layout(1, whole, False, {})) < 1e-5
 
 
-@needed
 def test_one_rank_trains_as_on_stock():
     found, expected = in_layout(1, whole, True, {}), in_layout(1, whole, False, {})
     for name, (weight, _) in expected.items():
         assert torch.equal(found[name][0], weight), name
 
 
-@needed
 def test_backward_sends_one_message_less(ranks2):
     for stock, fixed in ranks2.run(in_layout, 2, messages_of_a_step):
         assert stock - fixed == 1
 
 
-@needed
 def test_other_users_of_the_gather_keep_it():
     mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
     others = [importlib.import_module("megatron.core.tensor_parallel" + name) for name in ("", ".mappings")]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.mtp_router_losses.proof import AUX, Z, error, gpt, hybrid, of_router
@@ -9,9 +10,7 @@ from shim.patches.megatron_core.mtp_router_losses.proof import AUX, Z, error, gp
 CELLS = {"0.19.2": "all"}
 
 ID, TRACKERS = "mtp-router-losses", "trackers-of-several-models"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PER_TOKEN = {"calculate_per_token_loss": True}
 
@@ -21,7 +20,6 @@ def applied():
     return shim.patched(only=[ID, TRACKERS], require=[ID])
 
 
-@needed
 @pytest.mark.parametrize("build", [gpt, hybrid])
 @pytest.mark.parametrize("options", [AUX, Z, {**AUX, **Z, **AUX}, {**Z, **PER_TOKEN}, {**Z, **FULL}])
 def test_a_repeated_layer_has_the_router_losses_of_one(build, options):
@@ -50,7 +48,6 @@ def steps(build, repeated, options):
     return of_router(build, repeated, options), logged()
 
 
-@needed
 def test_losses_of_hybrid_layers_have_a_place_behind_those_of_the_decoder():
     """Also if the stack of a depth has more layers than there are depths."""
     for pattern, repeated, filled in (("EE/*E", False, 3), ("EE/*E/*E", False, 4), ("EE/-*E/-*E", True, 3)):
@@ -61,7 +58,6 @@ def test_losses_of_hybrid_layers_have_a_place_behind_those_of_the_decoder():
         assert set(log) == {"load_balancing_loss", "z_loss"}
 
 
-@needed
 @pytest.mark.parametrize("options", [AUX, Z])
 def test_what_stock_does_right_stays(options):
     """Depths with layers of their own in a GPT model, and the log of a repeated one."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
+from needed import needed
 from thorough import in_full
 
 import shim
@@ -20,8 +21,7 @@ from shim.testing.schedules import run_microbatches
 CELLS = {"0.17.1": "all"}
 
 ID = "mtp-stage-embeddings"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release has MTP on the last stage only")
+pytestmark = needed(ID)
 E, T, M, L = "embedding", "decoder", "mtp", "loss"
 
 MIDDLE = [[E, T], [T, M], [L]]
@@ -132,7 +132,6 @@ def judged(ranks, tied, frozen=False):
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
-@needed
 @TIED
 @pytest.mark.parametrize(
     "layout, stages, options",
@@ -150,7 +149,6 @@ def test_copies_begin_and_stay_equal(ranks, layout, stages, options, tied):
 
 
 @in_full  # six ranks
-@needed
 @TIED
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_under_tensor_parallelism_too(tied, sequence_parallel):
@@ -195,7 +193,6 @@ def loaded(stages, layout, directory, tied):
         return copies(chunks)
 
 
-@needed
 @TIED
 def test_a_checkpoint_loads_under_another_layout(ranks, tmp_path, tied):
     found = ranks[3].run(saved, MIDDLE, Layout(pp=3), str(tmp_path), tied)
@@ -205,7 +202,6 @@ def test_a_checkpoint_loads_under_another_layout(ranks, tmp_path, tied):
             assert rank and all(torch.equal(copy, whole[name]) for name, copy in rank.items())
 
 
-@needed
 def test_frozen_embeddings_stay(ranks):
     options = {"frozen": True, "share_embeddings_and_output_weights": False}
     judged(ranks[3].run(trained, MIDDLE, Layout(pp=3), options), tied=False, frozen=True)
@@ -223,7 +219,6 @@ def gradients(stages, layout, tied):
         }
 
 
-@needed
 @TIED
 @pytest.mark.parametrize("layout, stages", [(Layout(pp=3), MIDDLE), (Layout(pp=2), FIRST)], ids=["middle", "first"])
 def test_gradients_are_those_of_one_rank(ranks, layout, stages, tied):
@@ -254,7 +249,6 @@ def with_mtp(ranks):
     return ranks[:2]
 
 
-@needed
 @pytest.mark.parametrize(
     "stages, tied, embedding_ranks, expected",
     [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -14,8 +15,7 @@ CELLS = {"0.19.2": "all"}
 
 ID = "mtp-tied-checkpoint"
 BESIDE = [id for id in (ID, "mtp-without-te") if shim.plan()[id].wanted]
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="nothing fixes this release")
+pytestmark = needed(ID)
 TWO = Layout(pp=2)
 
 
@@ -36,7 +36,6 @@ def by_stock(options):
         return sharded(options)
 
 
-@needed
 def test_the_output_layer_is_a_copy_of_the_embeddings(ranks):
     """As it is without multi-token prediction."""
     tied = {"share_embeddings_and_output_weights": True}
@@ -47,7 +46,6 @@ def test_the_output_layer_is_a_copy_of_the_embeddings(ranks):
     assert name not in first and last[name][0] == embeddings
 
 
-@needed
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,7 +101,6 @@ def optimizer_loaded(directory):
         return stage.states()
 
 
-@needed
 def test_the_optimizer_comes_along(ranks, tmp_path):
     saved = ranks[2].run(inside, TWO, optimizer_saved, str(tmp_path))
     loaded = ranks[2].run(inside, TWO, optimizer_loaded, str(tmp_path))

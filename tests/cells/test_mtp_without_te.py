@@ -6,6 +6,7 @@ import fork_server
 import megatron.core.transformer.multi_token_prediction as mtp
 import pytest
 import torch
+from needed import needed
 
 import shim
 import shim.testing.model
@@ -14,8 +15,7 @@ from shim import testing
 CELLS = {"0.17.1": "all"}
 
 ID = "mtp-without-te"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +31,11 @@ def a_step(**model):
     return testing.run_packed(testing.build_gpt(**model), row)
 
 
-@needed
 def test_stock_cannot_build_the_layer():
     with pytest.raises(TypeError, match="isinstance"):
         testing.build_gpt()
 
 
-@needed
 def test_the_patch_fixes_it():
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
@@ -45,13 +43,11 @@ def test_the_patch_fixes_it():
         assert shim.check(testing.build_gpt())[ID].state == "applied"
 
 
-@needed
 def test_a_hybrid_model_too():
     with shim.patched(only=[ID], require=[ID]):
         assert testing.build_hybrid().mtp is not None
 
 
-@needed
 def test_revert_gives_stock_back():
     before = mtp.is_inference_column_parallel_linear
     with shim.patched(only=[ID], require=[ID]):
@@ -61,7 +57,6 @@ def test_revert_gives_stock_back():
         testing.build_gpt()
 
 
-@needed
 def test_layers_for_inference_are_recognised_where_they_are_classes(monkeypatch):
     """As with Transformer Engine; the classes here are stand-ins, because theirs need its compiled part."""
     import megatron.core.tensor_parallel.inference_layers as layers
@@ -79,7 +74,6 @@ def test_layers_for_inference_are_recognised_where_they_are_classes(monkeypatch)
         ]
 
 
-@needed
 def test_before_and_after_the_import():
     """In a process of its own, without anything of shim.testing."""
     code = """

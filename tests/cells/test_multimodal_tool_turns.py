@@ -6,6 +6,7 @@ from unittest import mock
 import numpy
 import pytest
 from jinja2 import Template
+from needed import needed
 
 import shim
 from shim.patches.megatron_core import _proof_tokenizers
@@ -15,8 +16,7 @@ from shim.patches.megatron_core.multimodal_tool_turns.proof import CONVERSATION,
 CELLS = {"0.17.0": "all"}
 
 ID, OTHER = "multimodal-tool-turns", "multimodal-conversation"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 SYSTEM = [{"role": "system", "content": "Be brief."}, *CONVERSATION, CONVERSATION[2], CONVERSATION[3]]
 BEGINS = ("llama3", "llama3p1", "llama3p2", "nvlm-yi-34b", "nemotron5", "nemotron5-aligned", "mistral")
 FORMATS = ("qwen2p0", "qwen2p5", "chatml", *BEGINS)  # BEGINS have a token in front of the conversation
@@ -66,7 +66,6 @@ def in_each_format(conversation, **options):
     return {name: both(tokenizer(name, **options), conversation) for name in FORMATS}
 
 
-@needed
 @pytest.mark.parametrize("role", ["tool", "Tool", "ipython"])
 @pytest.mark.parametrize("tag", ["", "nvlm"])
 def test_what_is_trained_is_what_stock_trains_if_the_user_says_it(role, tag):
@@ -81,7 +80,6 @@ def test_what_is_trained_is_what_stock_trains_if_the_user_says_it(role, tag):
         assert (targets == stock[name][1]) == no_tools, name
 
 
-@needed
 def test_with_a_system_message_of_the_format():
     both_of = [both(tokenizer("qwen2p5", force_system_message=True), spoken(role)) for role in ("tool", "user")]
     with applied():
@@ -90,7 +88,6 @@ def test_with_a_system_message_of_the_format():
     assert trained(targets) == trained(both_of[1][1]) != trained(both_of[0][1])
 
 
-@needed
 @pytest.mark.parametrize("conversation", [spoken("user"), spoken("critic"), SYSTEM[:3], SYSTEM[1:2]], ids=len)
 def test_without_tools_the_targets_are_those_of_stock(conversation):
     stock = in_each_format(conversation)
@@ -98,7 +95,6 @@ def test_without_tools_the_targets_are_those_of_stock(conversation):
         assert in_each_format(conversation) == stock
 
 
-@needed
 def test_a_tool_alone():
     with applied():
         tokens, targets = both(tokenizer("qwen2p5"), CONVERSATION[2:3])
@@ -106,7 +102,6 @@ def test_a_tool_alone():
     assert targets == [HIDDEN] * len(tokens)
 
 
-@needed
 def test_tokens_alone_are_those_of_stock():
     """As inference asks, with the prefix of the assistant."""
     stock = [tokenizer(name).tokenize(copy.deepcopy(SYSTEM)) for name in FORMATS]
@@ -114,7 +109,6 @@ def test_tokens_alone_are_those_of_stock():
         assert [tokenizer(name).tokenize(copy.deepcopy(SYSTEM)) for name in FORMATS] == stock
 
 
-@needed
 @pytest.mark.parametrize("others", [(), (OTHER,)])
 def test_epochs(others):
     """The tokenizer and the conversation stay as they are, and a call may name its arguments."""
@@ -133,7 +127,6 @@ def test_epochs(others):
             assert given == SYSTEM or not others, name
 
 
-@needed
 def test_an_error_leaves_all_as_it_was():
     given = [*copy.deepcopy(SYSTEM), {"role": "tool", "content": ""}]
     before = copy.deepcopy(given)
@@ -145,7 +138,6 @@ def test_an_error_leaves_all_as_it_was():
     assert given == before and chosen.tokenizer is words
 
 
-@needed
 def test_a_subclass_may_ask_its_tokenizer_for_more():
     """Without targets it is the tokenizer itself."""
     asked, itself = [], []

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -13,11 +14,8 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_a_che
 from shim.patches.megatron_core.offloaded_optimizer_classes.proof import groups, read, write
 
 CELLS = {"0.17.1": "all"}
-pytestmark = pytest.mark.usefixtures("one_rank")
-
 ID, RESUME = "offloaded-optimizer-classes", "cpu-offloaded-optimizer"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
 def patched():
@@ -28,7 +26,6 @@ class Foreign(torch.optim.SGD):
     """An optimizer that megatron-core does not know."""
 
 
-@needed
 def test_no_other_class_is_loaded(tmp_path):
     """Not even an optimizer, or what the allowed ones are made of."""
     for number, other in enumerate((Foreign, torch.optim.Adagrad, pickle.Pickler)):
@@ -39,7 +36,6 @@ def test_no_other_class_is_loaded(tmp_path):
             read(str(directory))
 
 
-@needed
 def test_nothing_is_allowed_outside_of_the_load(tmp_path):
     write(tmp_path, {"groups": groups()})
     before = set(torch.serialization.get_safe_globals())
@@ -54,7 +50,6 @@ def test_nothing_is_allowed_outside_of_the_load(tmp_path):
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-@needed
 def test_what_others_allow_stays_allowed(tmp_path):
     """As a trainer does that works around it."""
     write(tmp_path, {"groups": groups()})
@@ -63,7 +58,6 @@ def test_what_others_allow_stays_allowed(tmp_path):
         assert torch.optim.AdamW in torch.serialization.get_safe_globals()
 
 
-@needed
 def test_the_class_for_the_gpu_is_that_of_megatron(tmp_path, monkeypatch):
     """As if Transformer Engine were there."""
     from megatron.core import optimizer
@@ -79,7 +73,6 @@ def test_the_class_for_the_gpu_is_that_of_megatron(tmp_path, monkeypatch):
         assert read(str(tmp_path))["groups"][0]["gpu_optimizer_cls"] is fused.FusedAdam
 
 
-@needed
 def test_what_stock_does_right_stays(tmp_path):
     write(tmp_path, {"iteration": 3, "weights": torch.ones(2)})
     with patched():
@@ -87,7 +80,6 @@ def test_what_stock_does_right_stays(tmp_path):
     assert found["iteration"] == 3 and found["weights"].tolist() == [1, 1]
 
 
-@needed
 @pytest.mark.skipif(testing.release() < "0.15", reason="0.14 has no such format")
 @pytest.mark.parametrize("aware", [True, False], ids=["precision-aware", "main params"])
 def test_a_training_resumes_bit_for_bit(aware):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core._proof_aware_adam import aware_adam
@@ -10,12 +11,9 @@ from shim.patches.megatron_core.optimizer_restored_shards.proof import trained
 CELLS = {"0.19.2": "all"}
 
 ID = "optimizer-restored-shards"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
-@needed
 @pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
 def test_an_optimizer_with_copies_of_weights_trains_on(half):
     """Its copies move, and come back; shards in fp32 stay."""
@@ -25,7 +23,6 @@ def test_an_optimizer_with_copies_of_weights_trains_on(half):
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
-@needed
 def test_without_a_sleep_nothing_changes():
     with aware_adam():
         right = trained()

@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from needed import needed
 
 import shim
 from shim import testing
@@ -21,8 +22,7 @@ from shim.testing.user_model import ModelError
 CELLS = {"0.16.0": "all"}
 
 ID = "optimizer-sharding-default"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 BY_DATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 AVOID = {"chained_optim_avoid_prefix": True}
 TWO = testing.Layout(ep=2)
@@ -50,7 +50,6 @@ def written(directory, metadata, **settings):
     return Training(metadata, **settings).train().save(str(directory)).train().weights()
 
 
-@needed
 @pytest.mark.parametrize(
     "options, named", [({}, BY_DATA), ({"sharding": "fully_reshardable"}, FULLY)], ids=["default", "option"]
 )
@@ -72,7 +71,6 @@ def in_layout(layout, function, *args):
         return function(*args)
 
 
-@needed
 @pytest.mark.parametrize("metadata", [None, AVOID], ids=["no metadata", "without prefixes"])
 def test_a_chain_of_optimizers_resumes(tmp_path, metadata):
     """Experts have an optimizer of their own, and its keys are others, as if the sharding were named."""
@@ -86,7 +84,6 @@ def test_a_chain_of_optimizers_resumes(tmp_path, metadata):
     assert all(apart(*each) == 0 for each in (*zip(found, truth, strict=True), *zip(by_stock, truth, strict=True)))
 
 
-@needed
 @pytest.mark.parametrize("named", [FULLY, BY_DATA], ids=["fully_reshardable", "dp_reshardable"])
 def test_what_stock_does_right_stays(named):
     """A sharding that is named is taken."""
@@ -96,7 +93,6 @@ def test_what_stock_does_right_stays(named):
     assert found["param_state_sharding_type"] == named["distrib_optim_sharding_type"]
 
 
-@needed
 def test_a_sharding_that_cannot_be_saved_is_refused_as_on_stock(tmp_path):
     named = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
     with applied(), pytest.raises(ModelError, match="flattened_range is not supported"):
@@ -107,7 +103,6 @@ def test_a_sharding_that_cannot_be_saved_is_refused_as_on_stock(tmp_path):
         training.optimizer.sharded_state_dict(model, sharding_type="fully_sharded_model_space")
 
 
-@needed
 def test_the_callers_metadata_is_not_changed_and_reaches_upstream():
     """Passed by position or by name, to a chain and to one optimizer."""
     training = Training(None, bf16=True).train(1)
@@ -124,7 +119,6 @@ def test_the_callers_metadata_is_not_changed_and_reaches_upstream():
     assert given == {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 
-@needed
 def test_other_buckets_are_refused_aloud(tmp_path):
     """What dp_reshardable cannot do raises, and trains no other weights."""
     with applied():

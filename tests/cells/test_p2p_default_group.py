@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
+from needed import needed
 
 import shim
 from shim import testing
@@ -17,8 +18,7 @@ from shim.testing import Layout
 CELLS = {"0.12.3": "all"}
 
 ID = "p2p-default-group"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 METHOD = hasattr(p2p_communication, "P2PCommunicator")
 
 
@@ -59,7 +59,6 @@ def steps_on_rank():
     return found
 
 
-@needed
 def test_the_messages_are_those_of_stock_over_another_group(ranks2):
     for (losses, messages, before), (patched_losses, patched_messages, after) in ranks2.run(steps_on_rank):
         assert (before, after) == (False, True)
@@ -83,7 +82,6 @@ def other_group_on_rank():
         return len(sent.groups), parallel_state.get_pipeline_model_parallel_group() in sent.groups
 
 
-@needed
 def test_shapes_follow_the_tensors_to_another_group(ranks2):
     for groups in ranks2.run(other_group_on_rank):
         assert groups == (1, False)
@@ -98,7 +96,6 @@ def shapes_of(tensor, config):
     return p2p_communication._communicate_shapes(**given, config=config)
 
 
-@needed
 def test_ring_exchange_and_errors_are_those_of_stock():
     config = SimpleNamespace(use_ring_exchange_p2p=True, virtual_pipeline_model_parallel_size=None)
 

@@ -15,7 +15,7 @@ CELLS = {"0.16.0": "all"}
 ID = "rope-thd"
 STOCK = {name: getattr(rope_utils, name) for name in ("_apply_rotary_pos_emb_thd", "apply_rotary_pos_emb")}
 
-needed = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release has no loop")
+pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release has no loop")
 
 
 def at_once(t, cu_seqlens, freqs, cp_group=None, **how):
@@ -56,7 +56,6 @@ def by_apply(rotate):
 TRIED = [(at_once, True), (one_by_one, False), (as_one_sequence, "to other values"), (asks_the_trainer, "raised")]
 
 
-@needed
 @pytest.mark.parametrize("name", STOCK)
 def test_a_function_of_others_is_tried_for_a_loop(name):
     with testing.layout_initialised(testing.Layout()):
@@ -67,7 +66,6 @@ def test_a_function_of_others_is_tried_for_a_loop(name):
         assert run(probe, STOCK[name], rope_utils.__name__ + ":" + name, []) == (False, "")
 
 
-@needed
 @pytest.mark.parametrize(
     ("name", "function", "first", "state"),
     [

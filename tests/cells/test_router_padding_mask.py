@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
+from needed import needed
 
 import shim
 from shim import testing
@@ -25,8 +26,7 @@ from shim.testing import Layout
 CELLS = {"0.19.2": "all"}
 
 ID = "router-padding-mask"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 TP = Layout(tp=2, sequence_parallel=True)
@@ -54,7 +54,6 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, FULL, MOE, {"moe_z_loss_coeff": 0.1}], ids=["", "full", "moe", "z-loss"])
 def test_ids_of_padding_do_not_matter(one, options):
     with applied(*OTHERS):
@@ -62,7 +61,6 @@ def test_ids_of_padding_do_not_matter(one, options):
         assert moved(lambda: testing.build_gpt(**{**MODEL, "mtp_num_layers": 2, **options}), "decoder") < 1e-6
 
 
-@needed
 @pytest.mark.parametrize("options", [FULL, MOE], ids=["full", "moe"])
 def test_recompute_changes_no_bit(one, options):
     def run(**options):
@@ -72,7 +70,6 @@ def test_recompute_changes_no_bit(one, options):
         assert same(run(**options), run())
 
 
-@needed
 def test_a_mask_without_padding_is_no_mask(one):
     """The end of a row that has none counts as on stock."""
 
@@ -88,7 +85,6 @@ def test_a_mask_without_padding_is_no_mask(one):
         assert same(run(torch.zeros(1, TOKENS, dtype=torch.bool)), stock)
 
 
-@needed
 def test_nothing_stays_behind(one):
     """A row without a mask after one with one, and after an exception."""
 
@@ -126,7 +122,6 @@ def trained(layout, options, padding=(3, 1)):
         return [router.weight.main_grad.clone() for router in routers], masks, places_of_rank()
 
 
-@needed
 @pytest.mark.parametrize(
     ("layout", "options"),
     [(TP, {}), (TP, FULL), (Layout(pp=2), {})],
@@ -141,7 +136,6 @@ def test_gradients_are_those_of_one_rank(ranks2, layout, options):
         assert all(off_by(one, other) < 1e-5 for one, other in zip(found, truth, strict=True))
 
 
-@needed
 def test_masks_under_context_parallelism(ranks2):
     """A rank has a chunk from the front of a row and one from its end, whose neighbours are on the other rank."""
     _, truth, _ = trained(Layout(), {})
@@ -152,7 +146,6 @@ def test_masks_under_context_parallelism(ranks2):
         assert all(torch.equal(mask, whole[places]) for mask, whole in zip(masks, truth, strict=True))
 
 
-@needed
 def test_a_later_stage_under_sequence_parallelism(ranks2):
     (truth,) = ranks2.run(of_a_stage, Layout())[:1]
     for found in ranks2.run(of_a_stage, TP):
@@ -174,7 +167,6 @@ def of_a_whole_hybrid_model(layout):
         return [weight.grad for name, weight in model.named_parameters() if "router.weight" in name]
 
 
-@needed
 def test_a_hybrid_model_under_sequence_parallelism(ranks2):
     truth = ranks2.run(of_a_whole_hybrid_model, Layout())[0]
     found = ranks2.run(of_a_whole_hybrid_model, TP)
@@ -192,7 +184,6 @@ class TakesTheMask(GPTModel):
         return None
 
 
-@needed
 @pytest.mark.parametrize(("kind", "state"), [(TakesNoMask, "applied"), (TakesTheMask, "unknown")])
 def test_a_forward_pass_of_a_trainer_is_asked_for_its_mask(one, kind, state):
     with shim.patched(only=[ID], require=[ID]):

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 from packaging.version import Version
 
 import shim
@@ -19,7 +20,7 @@ CELLS = {"0.17.1": "all"}
 
 ID = "router-replay"
 NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
@@ -85,7 +86,6 @@ def first_stage(between, forward="REPLAY_FORWARD", **options):
     return proofs.learnt(model), model
 
 
-@needed
 @pytest.mark.parametrize("between", [by_the_list, cleared, left, recorded_since])
 @pytest.mark.parametrize("recompute", [FULL, SELECTIVE | ALLTOALL], ids=["full", "selective"])
 def test_a_recompute_does_what_its_forward_pass_did(patched, between, recompute):
@@ -97,7 +97,6 @@ def test_a_recompute_does_what_its_forward_pass_did(patched, between, recompute)
     assert lists == [[]] * LAYERS
 
 
-@needed
 @pytest.mark.parametrize("forward", [None, "RECORD"])
 def test_a_choice_of_its_own_is_made_again(patched, forward):
     """Also where the next forward pass replays before the recompute."""
@@ -110,7 +109,6 @@ def test_a_choice_of_its_own_is_made_again(patched, forward):
     assert torch.equal(found, truth)
 
 
-@needed
 def test_what_stock_does_right_stays():
     """The list alone, with as many recomputes as forward passes; and a model that does not replay."""
     stock = first_stage(by_the_list, **FULL)[0], first_stage(left, None, **FULL)[0]
@@ -119,7 +117,6 @@ def test_what_stock_does_right_stays():
     assert all(map(torch.equal, found, stock))
 
 
-@needed
 def test_checkpoints_may_nest_and_run_backward_twice(patched):
     """The inner checkpoint runs forward for the second time inside the outer recompute."""
     from megatron.core.tensor_parallel import checkpoint
@@ -146,7 +143,6 @@ def test_checkpoints_may_nest_and_run_backward_twice(patched):
     assert all(torch.equal(indices, first) for indices in seen)
 
 
-@needed
 def test_an_error_in_a_recompute_leaves_nothing_open(patched):
     from megatron.core.tensor_parallel import checkpoint
 
@@ -169,7 +165,6 @@ def choose_again(replay):
     return replay.get_replay_topk(torch.rand(TOKENS, OF), TOPK, None, None, None)[1]
 
 
-@needed
 @pytest.mark.parametrize("cut", [(slice(0, 4), slice(None)), (slice(None), slice(0, 1))], ids=["tokens", "topk"])
 def test_experts_of_a_wrong_shape_raise(cut):
     """Stock leaves the other tokens without experts."""
@@ -180,7 +175,6 @@ def test_experts_of_a_wrong_shape_raise(cut):
         losses(model)
 
 
-@needed
 def test_routers_go_with_their_model():
     with shim.patched(only=[ID], require=[ID]):
         list_of_stock, model = replays().global_router_replay_instances, testing.build_gpt(**MODEL)
@@ -197,7 +191,6 @@ def test_routers_go_with_their_model():
     assert len(list_of_stock) == LAYERS  # as on stock, once the patch has gone
 
 
-@needed
 def test_a_fused_router_records(patched, monkeypatch):
     from megatron.core.transformer.moe import moe_utils
 
@@ -247,7 +240,6 @@ def summed(logits, indices, score_function="softmax", use_pre_softmax=False):
     return torch.zeros_like(logits).scatter_add(1, indices, probs)
 
 
-@needed
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("options", [{}, {"use_pre_softmax": True}, {"score_function": "sigmoid"}], ids=str)
 def test_an_expert_gets_the_sum_over_its_names(options, deterministic):
@@ -269,7 +261,6 @@ def test_an_expert_gets_the_sum_over_its_names(options, deterministic):
     assert all(map(torch.equal, found[1], stock[1]))
 
 
-@needed
 def test_only_a_replay_is_counted(patched):
     """Other passes of the dispatcher wait where stock waits, also behind a replay."""
     model = testing.build_gpt(**MODEL, **ALLTOALL)
@@ -287,7 +278,6 @@ def test_only_a_replay_is_counted(patched):
     assert seen == [stock, stock, (TOKENS, "before_permutation_1"), stock, stock]
 
 
-@needed
 def test_a_recompute_counts_its_own_map(patched):
     found = []
     for options in ({}, FULL):
@@ -321,13 +311,11 @@ def outputs(layout, ranks=None):
         return found
 
 
-@needed
 def test_two_ranks_exchange_what_the_map_says(ranks2):
     one_each = ranks2.run(outputs, testing.Layout(ep=2))
     torch.testing.assert_close([found for (found,) in one_each], outputs(testing.Layout(), range(2)))
 
 
-@needed
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.9"), reason="torch 2.6 traces no assignment to an attribute of a tensor"
 )
@@ -345,7 +333,6 @@ def test_it_compiles(patched):
     assert all(map(torch.equal, compiled, route(logits)))
 
 
-@needed
 def test_check_names_what_never_replays(patched):
     model = testing.build_gpt(**MODEL)
     assert shim.check(model)[ID].state == "applied"

@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -13,8 +14,7 @@ from shim.testing import Layout
 CELLS = {"0.13.1": "all"}
 
 ID = "shared-experts-gather"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 OTHERS = [name for name in ("moe-without-te",) if shim.plan()[name].wanted]
 TP = Layout(tp=2, sequence_parallel=True)
 USERS = ("transformer.moe.token_dispatcher", "transformer.multi_latent_attention", "tensor_parallel.mappings")
@@ -31,13 +31,11 @@ def off(ranks, layout, trained, ids):
     return float((found - truth[: len(found)]).abs().max())
 
 
-@needed
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_losses_are_those_of_one_rank(ranks2, trained):
     assert off(ranks2, TP, trained, [ID, *OTHERS]) < 1e-5
 
 
-@needed
 @pytest.mark.parametrize("trained", [True, False])
 def test_beside_expert_parallelism(ranks4, trained):
     """Without gradients stock is silently wrong there."""
@@ -47,7 +45,6 @@ def test_beside_expert_parallelism(ranks4, trained):
         assert off(ranks4, layout, False, OTHERS) > 1e-2
 
 
-@needed
 def test_multi_latent_attention_keeps_the_wrapper_of_its_patch():
     """Both wrap one function of megatron-core, each under the name of one module."""
     name, both = "gather_from_sequence_parallel_region", [ID, "mla-rope-key-gradient"]
@@ -60,7 +57,6 @@ def test_multi_latent_attention_keeps_the_wrapper_of_its_patch():
     assert wrappers[0].__wrapped__ is wrappers[1].__wrapped__ is wrappers[2]
 
 
-@needed
 def test_without_shared_experts_the_buffer_is_used(ranks2):
     assert ranks2.run(buffers, 32)[0] == [False]
     assert ranks2.run(buffers, None)[0] == [True]

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core.sigmoid_aux_loss_precision.proof import (
@@ -17,18 +18,15 @@ from shim.patches.megatron_core.sigmoid_aux_loss_precision.proof import (
 CELLS = {"0.12.3": "all"}
 
 ID = "sigmoid-aux-loss-precision"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 
 
 def patched(active=True):
     return shim.patched(only=[ID], require=[ID]) if active else contextlib.nullcontext()
 
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
-@needed
 @pytest.mark.parametrize("spread", [1.0, 4.0, 12.0])
 def test_the_gradient_is_that_of_fp64_but_for_its_rounding(spread):
     stock = error(spread)
@@ -37,7 +35,6 @@ def test_the_gradient_is_that_of_fp64_but_for_its_rounding(spread):
     assert found < 3e-3 < stock
 
 
-@needed
 def test_experts_that_get_tokens_and_those_that_the_loss_counts_stay():
     router, logits = router_of(), logits_of(4.0, torch.bfloat16)
     with torch.no_grad():
@@ -47,7 +44,6 @@ def test_experts_that_get_tokens_and_those_that_the_loss_counts_stay():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
 
 
-@needed
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [({"moe_router_score_function": "softmax"}, torch.bfloat16), ({}, torch.float32)],
@@ -60,7 +56,6 @@ def test_other_routers_are_as_on_stock(options, dtype):
         assert torch.equal(gradient(router, logits_of(4.0, dtype)), right)
 
 
-@needed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_padding_is_left_out_as_on_stock(dtype):
     from megatron.core.transformer.moe import moe_utils

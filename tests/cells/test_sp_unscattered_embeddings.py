@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
+from needed import needed
 from unscattered_cases import CASES, FULL, LENGTHS, MODELS, equal, outcome
 
 import shim
@@ -19,9 +20,8 @@ from shim.testing import Layout
 CELLS = {"0.17.1": "all"}
 
 ID = "sp-unscattered-embeddings"
-NEEDED = shim.plan()[ID].wanted
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 SP2 = Layout(tp=2, sequence_parallel=True)
 
 
@@ -41,7 +41,6 @@ def results(layout, scatters, kind, options, patched=True):
         return outcome(testing.run_packed(model, testing.pack(testing.random_sequences(LENGTHS[kind]), align=8)))
 
 
-@needed
 @pytest.mark.parametrize(("kind", "model"), CASES)
 def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, model):
     """Which is right on stock."""
@@ -50,7 +49,6 @@ def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, model):
     assert all(map(equal, ranks2.run(results, SP2, False, kind, options), right))
 
 
-@needed
 @pytest.mark.parametrize(
     "layout", [Layout(tp=2, sequence_parallel=True, cp=2), Layout(tp=2, sequence_parallel=True, pp=2)], ids=str
 )
@@ -59,7 +57,6 @@ def test_on_four_ranks(ranks4, layout):
     assert all(map(equal, ranks4.run(results, layout, False, "packed", {}), right))
 
 
-@needed
 @pytest.mark.parametrize(
     ("layout", "scatters"),
     [(SP2, True), (Layout(tp=2), True), (Layout(tp=2), False)],
@@ -70,7 +67,6 @@ def test_what_stock_does_right_stays(ranks2, layout, scatters):
     assert all(map(equal, ranks2.run(results, layout, scatters, "one", {}), right))
 
 
-@needed
 def test_with_all_patches(ranks2):
     """With layers of multi-token prediction, which call the embedding themselves."""
     options = {"mtp_num_layers": 2, **FULL}
@@ -94,7 +90,6 @@ def routed(scatters, patched):
         return [losses.detach(), {name: w.grad for name, w in model.named_parameters() if w.grad is not None}]
 
 
-@needed
 @pytest.mark.skipif(not takes_padding_mask(), reason="models of this release take no padding mask")
 def test_a_padding_mask_is_cut_like_the_embeddings(ranks2):
     right = ranks2.run(routed, True, False)
@@ -109,7 +104,6 @@ def with_hook_that_scatters(patched):
         return outcome(testing.run_packed(model, testing.pack(testing.random_sequences((16,)), align=8)))
 
 
-@needed
 def test_nobody_scatters_twice(ranks2):
     right = ranks2.run(with_hook_that_scatters, False)
     assert all(map(equal, ranks2.run(with_hook_that_scatters, True), right))
@@ -124,7 +118,6 @@ def hybrid(scatters, patched):
         return [losses.detach(), {name: w.grad for name, w in model.named_parameters() if w.grad is not None}]
 
 
-@needed
 @pytest.mark.skipif(VERSION < (0, 17), reason="older specs of hybrid models need their kernels")
 def test_a_hybrid_model(ranks2):
     right = ranks2.run(hybrid, True, False)
@@ -145,7 +138,6 @@ def checked(layout, scatters, replaces):
         return shim.check(model)[ID]
 
 
-@needed
 @pytest.mark.parametrize(
     ("layout", "scatters", "replaces", "state"),
     [(SP2, False, False, "applied"), (SP2, False, True, "unknown"), (SP2, True, True, "applied")],

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -14,9 +15,7 @@ from shim.testing import Layout
 CELLS = {"0.12.0": "all"}
 
 ID = "uniform-recompute-end"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]
 
 
 def patched():
@@ -27,7 +26,6 @@ def block_of(layers, **options):
     return testing.build_gpt(num_layers=layers, mtp_num_layers=None, **{**CHUNKS_OF_TWO, **options}).decoder
 
 
-@needed
 def test_adapters_are_trained_as_without_recompute():
     """Frozen weights, and adapters in all three layers."""
     with patched():
@@ -35,7 +33,6 @@ def test_adapters_are_trained_as_without_recompute():
         assert len(gradients(adapters=True, **CHUNKS_OF_TWO)[0]) == 24
 
 
-@needed
 @pytest.mark.parametrize("size", [4, 7])
 def test_a_chunk_may_be_larger_than_the_block(size):
     with patched():
@@ -44,7 +41,6 @@ def test_a_chunk_may_be_larger_than_the_block(size):
     assert all(torch.equal(one[name], other[name]) for one, other in zip(found, right) for name in other)
 
 
-@needed
 def test_each_layer_runs_once_in_forward_and_once_in_backward():
     with patched():
         model, calls = testing.build_gpt(num_layers=3, mtp_num_layers=None, **CHUNKS_OF_TWO), []
@@ -69,13 +65,11 @@ def stage_is_right():
     return found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
 
 
-@needed
 def test_stages_of_unequal_length(ranks2):
     """Chunks of two: the first stage ends early, the second does not."""
     assert ranks2.run(stage_is_right) == [True, True]
 
 
-@needed
 @pytest.mark.parametrize("layers", [2, 4])
 def test_what_fills_its_chunks_gets_upstreams_layers(layers):
     block = block_of(layers)
@@ -85,7 +79,6 @@ def test_what_fills_its_chunks_gets_upstreams_layers(layers):
             block._get_layer(layers)
 
 
-@needed
 @pytest.mark.parametrize(
     "options", [{"recompute_method": "block"}, dict.fromkeys(CHUNKS_OF_TWO)], ids=["block", "none"]
 )
@@ -95,7 +88,6 @@ def test_a_number_behind_the_end_stays_an_error_where_there_are_no_chunks(option
         block._get_layer(3)
 
 
-@needed
 def test_a_number_behind_the_last_chunk_stays_an_error():
     block = block_of(3)
     with patched(), pytest.raises(IndexError):
@@ -114,7 +106,6 @@ def with_end(self, number):
     )
 
 
-@needed
 @pytest.mark.parametrize(
     ("layers", "override", "state"),
     [(3, without_end, "shadowed"), (3, with_end, "applied"), (4, without_end, "applied")],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -10,12 +11,9 @@ from shim.patches.megatron_core.unwritten_parameters.proof import EXPERTS, MODEL
 CELLS = {"0.15.3": "all"}
 
 ID = "unwritten-parameters"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
-@needed
 def test_a_model_without_them_has_stocks_bits(monkeypatch):
     monkeypatch.setattr("shim.testing.model._seed_weights", lambda *args: None)
 
@@ -29,7 +27,6 @@ def test_a_model_without_them_has_stocks_bits(monkeypatch):
     assert all(torch.equal(found[name], stock[name]) for name in stock if isinstance(stock[name], torch.Tensor))
 
 
-@needed
 @pytest.mark.parametrize("options", [{"softmax_type": "learnable"}, EXPERTS], ids=["sinks", "bias"])
 def test_without_initialisation_they_stay(options):
     with shim.patched(only=[ID], require=[ID]):

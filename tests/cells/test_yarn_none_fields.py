@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 from megatron.core.transformer import attention
+from needed import needed
 
 import shim
 from shim import testing
@@ -16,9 +17,8 @@ CELLS = {"0.16.1": "all"}
 
 ID = "yarn-none-fields"
 NAME = "_yarn_get_concentration_factor_from_config"
-NEEDED = shim.plan()[ID].wanted
 OF_0_15 = testing.release().startswith("0.15.")
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 RIGHT = [(), (4.0, 1.0, 0.5), (0.5, 1.0, 1.0), (4.0, 0.707, 0.707), (4.0, 0.0, 1.0)]
 # Without a value for one of the other fields. 0.15 takes 1.0 or raises.
 WITHOUT = [(4.0,), (4.0, None, None), (4.0, 1.0, None), (4.0, None, 1.0), (4.0, 0.5), (1.0,), (0.5, None, None)]
@@ -29,7 +29,6 @@ def config(*values):
     return SimpleNamespace(**dict(zip(names, values, strict=False)))
 
 
-@needed
 @pytest.mark.parametrize("values", RIGHT + ([] if OF_0_15 else WITHOUT))
 def test_what_stock_does_right_stays(values):
     expected = getattr(yarn, NAME)(config(*values))
@@ -37,14 +36,12 @@ def test_what_stock_does_right_stays(values):
         assert getattr(yarn, NAME)(config(*values)) == getattr(yarn, NAME)(config=config(*values)) == expected
 
 
-@needed
 @pytest.mark.parametrize("values", [(None, None, None), (None, 1.0, 0.5), (None,)])
 def test_a_field_that_is_none_counts_as_absent(values):
     with shim.patched(only=[ID], require=[ID]):
         assert getattr(yarn, NAME)(config(*values)) == 1.0
 
 
-@needed
 @pytest.mark.parametrize("values", WITHOUT)
 def test_without_mscale_the_factor_is_that_of_the_paper(values):
     """In all releases, and in the table as well. It is 1.0 if the scaling does not stretch."""
@@ -63,7 +60,6 @@ def table(*fields):
         return rotary(6)
 
 
-@needed
 def test_the_table_is_that_of_the_same_factor():
     """Angles do not depend on it."""
     angles, factor = table(1.0, 0.0)
@@ -74,7 +70,6 @@ def test_the_table_is_that_of_the_same_factor():
     assert found[1] == again[1] == factor == pytest.approx(1.3466, abs=1e-4)
 
 
-@needed
 def test_the_cache_of_the_factor_can_be_cleared():
     with shim.patched(only=[ID], require=[ID]):
         yarn._yarn_get_concentration_factor(4.0, 1.0, 0.0)
@@ -110,7 +105,6 @@ def asks_for_more(config):
     return config.yarn_of_this_trainer
 
 
-@needed
 @pytest.mark.parametrize("first", ["shim", "trainer"])
 @pytest.mark.parametrize(
     ("function", "state"),

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -22,8 +23,7 @@ from shim.testing import Layout
 CELLS = {"0.16.1": "all"}
 
 ID = "z-loss-padding"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 CP, TP = Layout(cp=2), Layout(tp=2, sequence_parallel=True)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OF_SEQUENCES = {**OPTIONS, "moe_router_load_balancing_type": "seq_aux_loss"}
@@ -52,7 +52,6 @@ CASES = {
 }
 
 
-@needed
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_rank(ranks2, case):
     """And a step sends what it sends on stock."""
@@ -65,7 +64,6 @@ def test_gradients_are_those_of_one_rank(ranks2, case):
         assert sums == expected
 
 
-@needed
 @pytest.mark.parametrize(
     ("options", "padding"),
     [
@@ -83,7 +81,6 @@ def test_what_it_cannot_or_need_not_change_is_as_on_stock(ranks2, options, paddi
         assert torch.equal(gradient, expected)
 
 
-@needed
 def test_on_one_rank_nothing_changes():
     found, stock = (trained(Layout(), OPTIONS, PADDING, active)[0] for active in (True, False))
     assert torch.equal(found, stock)
@@ -104,7 +101,6 @@ def after_a_failure():
         return without_mask, left, of_routers(wrapped)
 
 
-@needed
 def test_an_exception_inside_does_not_reach_the_next_step(ranks2):
     truths = [trained(Layout(), OPTIONS, padding, False)[0] for padding in ([], PADDING)]
     for without_mask, left, with_mask in ranks2.run(after_a_failure):

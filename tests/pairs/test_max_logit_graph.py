@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from needed import needed
 
 import shim
 from shim import testing
@@ -11,8 +12,7 @@ from shim.patches.megatron_core.max_logit_graph.proof import BATCH, HEAD, HEADS,
 CELLS = {"0.16.1+2.12.0": "all"}
 
 ID = "max-logit-graph"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this pair needs no patch")
+pytestmark = needed(ID)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,6 @@ def step(layer, seed):
     return output.detach(), query.grad, layer.current_max_attn_logits
 
 
-@needed
 def test_values_and_gradients_are_those_of_stock():
     layer = attention()
     stock = [step(layer, seed) for seed in range(3)]
@@ -41,7 +40,6 @@ def test_values_and_gradients_are_those_of_stock():
         assert not mine[-1].requires_grad
 
 
-@needed
 def test_without_a_logged_maximum_nothing_happens():
     """The layer has no such attribute then, and gets none."""
     with shim.patched(only=[ID], require=[ID]):

@@ -10,7 +10,7 @@ from shim.patches.megatron_core.router_replay.proof import OF, TOKENS, TOPK, alo
 CELLS = {"0.19.2+2.20.2": "all"}
 
 ID = "router-replay"
-needed = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
 
 
 def chosen_in_both_passes():
@@ -32,19 +32,16 @@ def chosen_in_both_passes():
         return [torch.equal(indices, first) for indices in seen]
 
 
-@needed
 def test_stock_replays_what_came_last():
     assert chosen_in_both_passes() == [True, False]
 
 
-@needed
 def test_a_recompute_replays_what_its_forward_pass_replayed():
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied"
         assert chosen_in_both_passes() == [True, True]
 
 
-@needed
 def test_a_module_is_left_as_it_is(monkeypatch):
     """Transformer Engine looks for its own modules in it."""
     given, linear = [], torch.nn.Linear(2, 2)

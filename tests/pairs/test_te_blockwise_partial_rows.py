@@ -32,7 +32,7 @@ ID = "te-blockwise-partial-rows"
 DECISION = shim.plan()[ID]
 RECIPES = "transformer_engine.common.recipe"
 NEEDED = DECISION.wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 checked = pytest.mark.skipif(DECISION.variant == "v2_5", reason="it asserts nothing")
 
 
@@ -81,7 +81,6 @@ def off_by_behind_a_norm(rows):
         return off_by(rows, "LayerNormLinear")
 
 
-@needed
 @pytest.mark.parametrize(
     "function, args",
     [
@@ -115,7 +114,6 @@ def evaluated(rows):
         return float((output - everything.float() @ layer.weight.float().t()).abs().max())
 
 
-@needed
 def test_rows_that_fill_blocks_send_what_they_sent(ranks):
     stock, here = (on_ranks(ranks, counting, off_by, BLOCK, patch=patch) for patch in (False, True))
     assert stock == here
@@ -123,7 +121,6 @@ def test_rows_that_fill_blocks_send_what_they_sent(ranks):
     assert {dtype for _, dtype in here[0][1]} == {"torch.uint8", "torch.float32"}
 
 
-@needed
 def test_an_evaluation_sends_fp8_if_stock_can(ranks):
     """The blocks of the forward pass lie along rows, so the gather that stock has up to 2.11 is right for any rows."""
     (off, gathered), *_ = on_ranks(ranks, counting, evaluated, 64)
@@ -134,7 +131,6 @@ def test_an_evaluation_sends_fp8_if_stock_can(ranks):
         assert on_ranks(ranks, counting, evaluated, 64, patch=False)[0] == (0, in_fp8)
 
 
-@needed
 @checked
 def test_other_recipes_are_still_refused():
     """The compiled part does not quantize their rows."""
@@ -162,7 +158,6 @@ class Rows:
         return dtype
 
 
-@needed
 @pytest.mark.parametrize("rule", [_cuts_blocks, _is_not_quantizable])
 def test_only_quantized_rows_that_do_not_fill_blocks_are_dequantized(rule):
     def stock(inp, process_group, *, async_op=False, quantizer=None, out_shape=None):

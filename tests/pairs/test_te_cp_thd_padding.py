@@ -16,7 +16,7 @@ CELLS = {"0.12.0+2.3.0": "all"}
 
 ID = "te-cp-thd-padding"
 PLAN = shim.plan()[ID]
-needed = pytest.mark.skipif(not PLAN.wanted, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not PLAN.wanted, reason="this release needs no patch")
 CP = testing.Layout(cp=RANKS)
 ROWS = {
     "behind the last": ([8, 16], [8, 13]),
@@ -49,7 +49,6 @@ def bits():
     return [torch.equal(a, b) for a, b in zip(found, stock, strict=True)]
 
 
-@needed
 def test_rows_are_attended_as_their_sequences_alone(ranks):
     """In bf16, whose rounding is below 4e-3."""
     stock, found = ([*zip(*(rank.values() for rank in ranks.run(errors, side)), strict=True)] for side in (False, True))
@@ -58,7 +57,6 @@ def test_rows_are_attended_as_their_sequences_alone(ranks):
     assert max(map(max, found)) < 4e-3, found
 
 
-@needed
 def test_what_stock_does_right_keeps_its_bits(ranks):
     assert ranks.run(bits) == [[True] * 4] * RANKS
 
@@ -91,7 +89,6 @@ def offsets(real=(8, 13), padded=(8, 16)):
     }
 
 
-@needed
 def test_what_upstream_is_asked():
     forward, qkv = wrapped(), [torch.empty(0)] * 3
     assert forward(layer(), *qkv, **offsets())["pad_between_seqs"] is True
@@ -101,7 +98,6 @@ def test_what_upstream_is_asked():
         assert forward(layer(), *qkv, pad_between_seqs=asked, **offsets())["pad_between_seqs"] is asked
 
 
-@needed
 @pytest.mark.parametrize(
     ("attention", "arguments"),
     [
@@ -120,7 +116,6 @@ def test_all_else_is_left_to_stock(attention, arguments):
     assert "pad_between_seqs" not in found
 
 
-@needed
 @pytest.mark.parametrize(
     ("given", "comparisons"),
     [
@@ -137,7 +132,6 @@ def test_it_waits_for_the_device_no_more_often_than_stock(given, comparisons):
     assert equal.call_count == comparisons
 
 
-@needed
 def test_where_nothing_takes_padding_the_error_has_a_remedy():
     error = ValueError(f"{NO_BACKEND} for the provided inputs.")
     with pytest.raises(PaddedAttentionError, match="NVTE_FUSED_ATTN=1") as raised:

@@ -19,7 +19,7 @@ CELLS = {"0.18.2+2.18.0": "all"}
 ID = "te-cross-entropy-copy"
 PLAN = shim.plan(rounding=True)
 NEEDED = PLAN[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 
 
 # 2.18 gets two patches with the same function.
@@ -32,7 +32,6 @@ def function(request):
         yield te.parallel_cross_entropy
 
 
-@needed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -91,13 +90,11 @@ def is_written_over(function, hold=lambda logits: None, **options):
     return found["gradient"] == found["logits"]
 
 
-@needed
 def test_the_gradient_is_written_over_logits_that_nobody_reads(function):
     assert is_written_over(function)
     assert is_written_over(function, is_cg_capturable=True)
 
 
-@needed
 @pytest.mark.parametrize(
     "hold", [lambda logits: logits, torch.Tensor.detach, lambda logits: [logits], lambda logits: logits.square().sum()]
 )
@@ -105,7 +102,6 @@ def test_logits_that_somebody_may_read_stay(function, hold):
     assert not is_written_over(function, hold)
 
 
-@needed
 @pytest.mark.parametrize("later", [False, True])
 def test_another_term_of_the_loss_may_need_the_logits(function, later):
     """As on stock, and without an error: an entropy or a square of the logits, made before or after."""
@@ -125,7 +121,6 @@ def test_another_term_of_the_loss_may_need_the_logits(function, later):
     assert off(leaf.grad, right + 2 * logits) < 1e-6
 
 
-@needed
 def test_a_leaf_and_a_retained_graph(function):
     logits, target, weights = sample()
     _, right = truth(logits, target, weights)
@@ -138,7 +133,6 @@ def test_a_leaf_and_a_retained_graph(function):
         assert off(gradient, right) < 1e-6
 
 
-@needed
 def test_a_caller_that_allows_to_overwrite_gets_upstreams_function(function):
     """From 2.19 on. It makes no copy, and 2.18 does not know the argument."""
     logits, target, _ = sample()
@@ -155,7 +149,6 @@ def test_a_caller_that_allows_to_overwrite_gets_upstreams_function(function):
     assert upstreams.call_count == 1 and gradient.data_ptr() == computed.data_ptr()
 
 
-@needed
 def test_under_recompute_and_compiled(function):
     logits, target, weights = sample()
     _, right = truth(logits, target, weights)
@@ -178,7 +171,6 @@ MODEL = {
 }
 
 
-@needed
 def test_nothing_in_a_model_of_megatron_core_holds_the_logits(function):
     """Its gradient of the logits lies in the logits."""
     found = {}
@@ -196,7 +188,6 @@ def test_nothing_in_a_model_of_megatron_core_holds_the_logits(function):
     assert found["gradient"] == found["logits"]
 
 
-@needed
 def test_targets_outside_of_the_vocabulary(function):
     logits, target, _ = sample()
     target[0, 0] = -1
@@ -208,7 +199,6 @@ def test_targets_outside_of_the_vocabulary(function):
     assert torch.isfinite(function(logits, target)).all()  # an error before leaves nothing behind
 
 
-@needed
 def test_two_ranks(function):
     with testing.Ranks(2) as ranks:
         for errors in ranks.run(smoothed_on_rank):

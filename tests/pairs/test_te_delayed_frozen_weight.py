@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -15,8 +16,7 @@ CELLS = {"0.13.1+2.5.0": "all"}
 
 ID = "te-delayed-frozen-weight"
 OTHERS = ["te-frozen-weight-bias", "te-frozen-experts", "te-delayed-wgrad"]
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
@@ -40,7 +40,6 @@ def same(found, truth):
     return found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
 
 
-@needed
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_set_of_frozen_parameters(te, kind):
     """Also one after the other: nothing is left in the queue."""
@@ -53,7 +52,6 @@ def test_each_set_of_frozen_parameters(te, kind):
             assert layer.wgrad_store.context.empty()
 
 
-@needed
 @pytest.mark.parametrize("kind", KINDS)
 def test_this_patch_alone(kind):
     """The weights that stock leaves in the queue; biases beside frozen weights are te-frozen-weight-bias's."""
@@ -64,7 +62,6 @@ def test_this_patch_alone(kind):
     assert last not in found and same(found, {name: truth[name] for name in found})
 
 
-@needed
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_run_for_trained_biases(te, kind):
     """megatron-core's reduce the gradients of all that the layer delays."""
@@ -77,7 +74,6 @@ def test_hooks_run_for_trained_biases(te, kind):
     hook.assert_called_once_with()
 
 
-@needed
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_microbatches_in_the_queue(te, kind):
     """A schedule may run two backward passes before it runs two backward_dw."""
@@ -96,7 +92,6 @@ def test_two_microbatches_in_the_queue(te, kind):
     assert layer.wgrad_store.context.empty()
 
 
-@needed
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_done_if_all_are_trained(kind):
     found = []
@@ -107,7 +102,6 @@ def test_nothing_is_done_if_all_are_trained(kind):
     assert same(found[0], found[2]) and found[1] == found[3]
 
 
-@needed
 def test_an_error_inside_is_upstream_s(te):
     layer = layer_of(te, "LayerNormMLP", delay_wgrad_compute=True)
     for parameter in layer.parameters():

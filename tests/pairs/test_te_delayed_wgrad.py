@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from needed import needed
 
 import shim
 from shim.patches.transformer_engine.te_delayed_wgrad.proof import delay, modules_on
@@ -12,8 +13,7 @@ from shim.patches.transformer_engine.te_delayed_wgrad.proof import delay, module
 CELLS = {"0.13.1+2.5.0": "all"}
 
 ID = "te-delayed-wgrad"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 HOW = {"device": "cpu", "params_dtype": torch.float32}
 INPUTS, OUTPUTS, EXPERTS = 3, 2, 2
 
@@ -82,7 +82,6 @@ def three_times(module):
         module.backward_dw()
 
 
-@needed
 @pytest.mark.parametrize("make", KINDS)
 def test_delayed_gradients_are_added(patched, make):
     module = make()
@@ -90,7 +89,6 @@ def test_delayed_gradients_are_added(patched, make):
     assert are(module, 7)
 
 
-@needed
 @pytest.mark.parametrize("make", KINDS)
 def test_stock_loses_some(make):
     with modules_on("cpu"):
@@ -99,7 +97,6 @@ def test_stock_loses_some(make):
     assert not are(module, 7, "weight") and not are(module, 7, "bias")
 
 
-@needed
 @pytest.mark.parametrize("make", KINDS)
 def test_fused_weights_are_not_touched(patched, make):
     """Their products add to main_grad themselves. The biases are delayed all the same."""
@@ -111,7 +108,6 @@ def test_fused_weights_are_not_touched(patched, make):
     assert are(module, 7, "weight") and are(module, 15, "bias")
 
 
-@needed
 @pytest.mark.parametrize("nothing", [lambda *_: None, lambda *_: torch.empty(0)])
 @pytest.mark.parametrize("make", KINDS)
 def test_a_bias_that_autograd_has_served_gets_nothing_more(patched, make, nothing):
@@ -126,7 +122,6 @@ def test_a_bias_that_autograd_has_served_gets_nothing_more(patched, make, nothin
     assert are(module, 3, "weight") and are(module, 5, "bias")
 
 
-@needed
 @pytest.mark.parametrize("make", KINDS)
 def test_the_first_gradient_is_taken_as_it_is(patched, make):
     """No copy, and no operation, where nothing is there yet."""
@@ -137,7 +132,6 @@ def test_the_first_gradient_is_taken_as_it_is(patched, make):
     assert all(found[name].data_ptr() == made[name].data_ptr() for name in made if name in found)
 
 
-@needed
 @pytest.mark.parametrize("make", KINDS)
 def test_hooks_read_the_sum_and_may_take_it_away(patched, make):
     """As megatron-core's, which add the gradient to main_grad."""
@@ -162,7 +156,6 @@ def test_hooks_read_the_sum_and_may_take_it_away(patched, make):
     assert module.wgrad_accumulation_and_reduce_hooks == [hook]
 
 
-@needed
 @pytest.mark.parametrize("make", KINDS)
 def test_an_error_in_a_product(patched, make):
     """What was there stays, and the next call is right."""
@@ -182,7 +175,6 @@ def test_an_error_in_a_product(patched, make):
     assert are(module, 3)
 
 
-@needed
 def test_a_graph_that_is_captured_is_left_alone(patched):
     """Each replay would add once more to what its memory held in capture."""
     module = linear()
@@ -194,7 +186,6 @@ def test_a_graph_that_is_captured_is_left_alone(patched):
     assert not are(module, 3, "weight") and are(module, 1, "bias")
 
 
-@needed
 def test_a_module_that_delays_nothing(patched):
     module = te.Linear(INPUTS, OUTPUTS, bias=True, **HOW)
     module.weight.grad = torch.ones_like(module.weight)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 from torch.utils.checkpoint import checkpoint
 
 import shim
@@ -12,8 +13,7 @@ from shim.testing.proof import Here
 CELLS = {"0.19.2+2.20.2": "all"}
 
 ID = "te-dynamic-cp-group"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 HERE = Here(world=RANKS, te=True)
 SETTINGS = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 
@@ -35,7 +35,6 @@ def own_settings_stay():
     return True
 
 
-@needed
 @pytest.mark.parametrize("layout", [Layout(cp=RANKS), Layout(ep=RANKS)], ids=["cp2", "dp2"])
 def test_a_layer_has_its_own_group_again(layout):
     with shim.patched(only=[ID], require=[ID]):
@@ -59,7 +58,6 @@ def gradients():
     return found
 
 
-@needed
 def test_recompute_attends_over_the_group_of_its_batch():
     with shim.patched(only=[ID], require=[ID]):
         for output, gradient, again, recomputed in HERE.run(gradients, layout=Layout(cp=RANKS)):
@@ -72,7 +70,6 @@ def ordinary():
         return attend(layer, part), settings(layer) == settings(layer)
 
 
-@needed
 def test_batches_without_a_group_run_as_on_stock():
     stock = HERE.run(ordinary, layout=Layout(cp=RANKS))
     with shim.patched(only=[ID], require=[ID]):

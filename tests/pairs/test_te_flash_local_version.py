@@ -23,7 +23,7 @@ CELLS = {"0.12.0+2.2.0": "all"}
 
 ID = "te-flash-local-version"
 PLAN = shim.plan(rounding=True)[ID]
-needed = pytest.mark.skipif(not PLAN.wanted, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not PLAN.wanted, reason="this release needs no patch")
 NEWEST = newest_allowed()
 LABELLED = f"{NEWEST}+{LABEL}"
 
@@ -45,7 +45,6 @@ def ask(capability=HOPPER):
     return chosen(capability, flash=False, **PACKED)
 
 
-@needed
 @pytest.mark.parametrize("capability", [(8, 0), HOPPER, BLACKWELL])
 def test_a_labelled_wheel_is_as_good_as_a_plain_one(capability):
     """Shim is there before the import."""
@@ -57,7 +56,6 @@ def test_a_labelled_wheel_is_as_good_as_a_plain_one(capability):
         assert findings(module) == plain
 
 
-@needed
 def test_shim_after_the_import_and_after_an_attention():
     with imported_with(LABELLED) as module:
         stock = findings(module)
@@ -73,7 +71,6 @@ def test_shim_after_the_import_and_after_an_attention():
             assert ask()[0]
 
 
-@needed
 def test_another_choice_is_made_after_shim_is_reverted():
     with imported_with(LABELLED):
         with patched():
@@ -83,7 +80,6 @@ def test_another_choice_is_made_after_shim_is_reverted():
         assert in_use["backend_selection_requires_update"] is True
 
 
-@needed
 def test_all_other_versions_are_left_to_stock():
     found = {}
     for only in ([], [ID]):
@@ -94,13 +90,11 @@ def test_all_other_versions_are_left_to_stock():
     assert found[f"2.7.2+{LABEL}"] == [True, True] and found[f"2.9.0+{LABEL}"] == [False, False]
 
 
-@needed
 def test_blackwell_asks_for_a_newer_one():
     with patched():
         assert not takes_flash(f"2.7.2+{LABEL}", BLACKWELL)
 
 
-@needed
 def test_one_that_cannot_be_imported_is_left_out_and_said(caplog):
     with patched(), imported_with(LABELLED) as module:
         stock = findings(module)
@@ -112,7 +106,6 @@ def test_one_that_cannot_be_imported_is_left_out_and_said(caplog):
     assert len(said) == 1 and f"FlashAttention {LABELLED} cannot be imported" in said[0]
 
 
-@needed
 def test_without_flash_attention_nothing_is_imported():
     with patched(), mock.patch.dict(sys.modules, dict.fromkeys(flash_attn())):
         assert not ask()[0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from needed import needed
 
 import shim
 from shim.patches.transformer_engine.te_grouped_linear_graphs.proof import (
@@ -23,8 +24,7 @@ from shim.patches.transformer_engine.te_grouped_linear_graphs.proof import (
 CELLS = {"0.17.1+2.14.1": "all"}
 
 ID = "te-grouped-linear-graphs"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 RIGHT = (2.0 * SIZE, float(MICROBATCHES * TOKENS))  # an output and a gradient by weights of two
 
 
@@ -47,20 +47,17 @@ def flags(graph):
     return [args[2] for kernel, args in graph.calls if kernel is round_to_e4m3]
 
 
-@needed
 @pytest.mark.parametrize("first", [True, False, None])
 def test_a_graph_serves_a_step_however_it_was_captured(patched, first):
     assert trained(first) == RIGHT
 
 
-@needed
 def test_stock_is_wrong_for_either_microbatch_and_right_without_caching():
     assert trained(True) == (RIGHT[0], TOKENS)
     assert trained(False) == (SIZE, RIGHT[1])
     assert trained(None) == RIGHT
 
 
-@needed
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_are_quantized_once_in_a_step(patched, first):
     """Those of later microbatches cost a look at the flag."""
@@ -78,7 +75,6 @@ def test_weights_are_quantized_once_in_a_step(patched, first):
             assert output.unique().tolist() == [2.0 * SIZE]
 
 
-@needed
 def test_without_caching_nothing_changes():
     def kernels():
         graph = Graph()
@@ -93,7 +89,6 @@ def test_without_caching_nothing_changes():
     assert stock[2] == {} and set(stock[1]) == {None}
 
 
-@needed
 @pytest.mark.parametrize("first", [True, False, None])
 def test_outside_of_a_capture_nothing_changes(first):
     """A flag is there, from a graph that was captured before."""
@@ -117,7 +112,6 @@ def test_outside_of_a_capture_nothing_changes(first):
     assert set(stock[2]) == {None}
 
 
-@needed
 def test_a_capture_without_a_flag_stays_as_it_is():
     """As in a run without FP8."""
 
@@ -133,7 +127,6 @@ def test_a_capture_without_a_flag_stays_as_it_is():
     assert set(stock[1]) == {None}
 
 
-@needed
 def test_a_flag_that_a_module_passes_itself_is_kept(patched):
     own, seen = torch.ones(1), []
     graph = Graph()
@@ -154,7 +147,6 @@ def test_a_flag_that_a_module_passes_itself_is_kept(patched):
     assert len(seen) == 1 and seen[0] is own
 
 
-@needed
 def test_it_holds_under_recompute(patched):
     def recomputed(layer, first):
         return torch.utils.checkpoint.checkpoint(forward, layer, first, use_reentrant=False)
@@ -171,7 +163,6 @@ def test_it_holds_under_recompute(patched):
     assert (float(output[0, 0]), float(layer.weight0.main_grad[0, 0])) == RIGHT
 
 
-@needed
 def test_an_error_leaves_nothing_behind(patched):
     graph = Graph()
     with kernels_of(graph):
@@ -181,7 +172,6 @@ def test_an_error_leaves_nothing_behind(patched):
         assert trained(True) == RIGHT
 
 
-@needed
 def test_the_grouped_layer_of_megatron_core_calls_the_patched_method():
     extensions = pytest.importorskip("megatron.core.extensions.transformer_engine")
     assert issubclass(extensions.TEGroupedLinear, te.GroupedLinear)

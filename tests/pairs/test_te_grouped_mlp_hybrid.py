@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-import pytest
+from needed import needed
 from transformer_engine.common.recipe import DelayedScaling
 
 import shim
@@ -12,18 +12,15 @@ from shim.patches.transformer_engine.te_grouped_mlp_hybrid.proof import Fused, i
 CELLS = {"0.17.1+2.14.1": "all"}
 
 ID = "te-grouped-mlp-hybrid"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
-@needed
 def test_gradients_in_e4m3_are_fused_as_on_stock():
     assert is_fused("E4M3") and is_fused("HYBRID")
     with shim.patched(only=[ID], require=[ID]):
         assert is_fused("E4M3") and not is_fused("HYBRID")
 
 
-@needed
 def test_no_recipe_and_another_recipe():
     module, _, name = FUSE[shim.plan()[ID].variant].partition(":")
     ops = [object()]

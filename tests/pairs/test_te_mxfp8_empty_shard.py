@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -14,8 +15,7 @@ from shim.testing.transformer_engine import compiled_ops
 CELLS = {"0.18.2+2.18.0": "all"}
 
 ID = "te-mxfp8-empty-shard"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 ALL = ROWS * COLUMNS
 
 
@@ -36,7 +36,6 @@ def in_layout(world, function, args):
             return function(*args)
 
 
-@needed
 @pytest.mark.parametrize("shards", [[None, (0, ALL)], [(0, 5000), None, (5000, ALL), None]])
 def test_the_scales_are_those_of_one_rank_that_owns_all(shards):
     with testing.layout_initialised(testing.Layout()):
@@ -49,20 +48,17 @@ def test_the_scales_are_those_of_one_rank_that_owns_all(shards):
         assert not any(data[:first] + data[last:])  # of others: they come by an all-gather
 
 
-@needed
 def test_what_stock_does_right_stays(one_rank):
     expected = cast_shards([(100, ALL)])
     with shim.patched(only=[ID], require=[ID]):
         assert cast_shards([(100, ALL)]) == expected
 
 
-@needed
 def test_stock_crashes_without_a_shard(one_rank):
     with pytest.raises(UnboundLocalError, match="master_weight_dtype"):
         cast_shards([None])
 
 
-@needed
 def test_a_weight_that_is_cut_gets_empty_parts(one_rank):
     """As Megatron-FSDP has it, which gives None for the parts of a rank that owns none."""
     cast = import_module(TENSOR + "utils").cast_master_weights_to_fp8

@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-import pytest
 import torch
 import triton
+from needed import needed
 from triton.language import core
 
 import shim
@@ -13,8 +13,7 @@ from shim.testing.interpreted import interpreted
 CELLS = {"0.15.3+2.9.0": "all"}
 
 ID = "te-permutation"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 def kernels():
@@ -32,7 +31,6 @@ def used(found, experts):
     return [(row[: row[-1]].tolist(), row[experts : experts + row[-1]].tolist()) for row in found]
 
 
-@needed
 def test_the_rows_are_those_of_stock():
     routing = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) < 0.5
     expected = used(row_id_map(routing), 4)
@@ -45,7 +43,6 @@ def test_the_rows_are_those_of_stock():
         assert {places[expert, token] for expert in experts} == set(rows)
 
 
-@needed
 def test_triton_is_left_alone():
     before = dict(vars(core))
     with shim.patched(only=[ID], require=[ID]):

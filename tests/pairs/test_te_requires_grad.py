@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim._torch_names import required
@@ -11,8 +12,7 @@ from shim.patches.transformer_engine.te_requires_grad.proof import Quantize, Sca
 CELLS = {"0.17.1+2.14.1": "all"}
 
 ID = "te-requires-grad"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 @pytest.fixture
@@ -27,7 +27,6 @@ def truth(tensor):
         return torch.Tensor.requires_grad.__get__(tensor)
 
 
-@needed
 @pytest.mark.parametrize("given", [True, False])
 def test_the_output_of_a_function_answers_as_autograd_does(patched, given):
     _, tensor = quantized(given)
@@ -35,12 +34,10 @@ def test_the_output_of_a_function_answers_as_autograd_does(patched, given):
     assert (tensor.grad_fn is not None) == given
 
 
-@needed
 def test_stock_remembers():
     assert quantized()[1].requires_grad is False
 
 
-@needed
 def test_a_tensor_that_was_made_before_answers_as_well():
     _, tensor = quantized()
     with shim.patched(only=[ID], require=[ID]):
@@ -48,7 +45,6 @@ def test_a_tensor_that_was_made_before_answers_as_well():
     assert tensor.requires_grad is False
 
 
-@needed
 @pytest.mark.parametrize("change", ["setter", "method", "parameter", "detached", "no_grad"])
 def test_a_leaf_answers_as_on_stock(change):
     def answers():
@@ -73,7 +69,6 @@ def test_a_leaf_answers_as_on_stock(change):
     assert expected[1] is expected[2]
 
 
-@needed
 def test_autograd_s_refusal_stays(patched):
     """A tensor within the graph cannot be told to require no gradient."""
     _, tensor = quantized()
@@ -82,14 +77,12 @@ def test_autograd_s_refusal_stays(patched):
     assert tensor.requires_grad is True
 
 
-@needed
 def test_it_is_still_a_documented_property(patched):
     kind = type(weight(device="cpu"))
     assert isinstance(kind.requires_grad, property)
     assert kind.requires_grad.fset is not None
 
 
-@needed
 def test_it_holds_under_recompute(patched):
     source = torch.ones(128, 256, requires_grad=True)
     answers = []

@@ -13,19 +13,17 @@ CELLS = {"0.15.3+2.9.0": "all"}
 
 ID = "te-softmax-offset"
 PLAN = shim.plan()[ID]
-needed = pytest.mark.skipif(not PLAN.wanted, reason="this release needs no patch")
+pytestmark = pytest.mark.skipif(not PLAN.wanted, reason="this release needs no patch")
 
 
 def patched():
     return shim.patched(only=[ID], require=[ID])
 
 
-@needed
 def test_stock_leaves_memory_as_it_is():
     assert attention().softmax_offset.isnan().all()
 
 
-@needed
 def test_new_sinks_are_zeros_that_can_be_trained():
     with patched():
         layer = attention()
@@ -36,7 +34,6 @@ def test_new_sinks_are_zeros_that_can_be_trained():
     assert sinks.grad.tolist() == [1.0] * HEADS
 
 
-@needed
 def test_a_loaded_checkpoint_is_left_alone():
     """Also if a layer was built without shim, and if another is built later."""
     trained = torch.arange(HEADS, dtype=torch.float32)
@@ -56,7 +53,6 @@ def test_a_loaded_checkpoint_is_left_alone():
     assert stock.softmax_offset.equal(trained)
 
 
-@needed
 def test_what_a_subclass_sets_stays():
     base = import_module("transformer_engine.pytorch").DotProductAttention
 
@@ -70,7 +66,6 @@ def test_what_a_subclass_sets_stays():
     assert layer.softmax_offset.tolist() == [3.0] * HEADS
 
 
-@needed
 def test_reset_parameters_draws_as_on_stock():
     def drawn():
         torch.manual_seed(1)
@@ -83,7 +78,6 @@ def test_reset_parameters_draws_as_on_stock():
         assert drawn() == stock
 
 
-@needed
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
 def test_other_kinds_are_those_of_stock(softmax_type):
     stock = attention(softmax_type)
@@ -96,7 +90,6 @@ def test_other_kinds_are_those_of_stock(softmax_type):
         assert layer.softmax_offset.equal(stock.softmax_offset)
 
 
-@needed
 def test_tensor_parallel_ranks_have_their_own_heads():
     with patched():
         assert attention(tp_size=2).softmax_offset.tolist() == [0.0] * (HEADS // 2)
