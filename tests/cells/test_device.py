@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_steps import STEPS
+from thorough import times
 
 import shim
 from shim import testing
@@ -133,7 +134,11 @@ def shown_here(id):
     return not chosen.ONCE or RELEASE not in EVERYDAY or RELEASE in chosen.cells_showing((id,), EVERYDAY)
 
 
-@pytest.mark.parametrize("name", STEPS)
+# The other steps have the same patches at work, and fewer.
+ALONE = ("MTP, packed and padded", "LoRA, recompute", "MLA, packed", "experts, stash", "fused linear", "TP 2, SP")
+
+
+@pytest.mark.parametrize("name", times(ALONE, STEPS))
 def test_each_patch_alone(name, runs, ranks):
     stock, world = runs(name), STEPS[name].layout.world
     if stock.error and world > 1:
@@ -148,7 +153,7 @@ CAPTURED = [name for name in STEPS if name not in ("experts", "experts, replay")
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", times(CAPTURED[3::3], CAPTURED))
 def test_a_step_is_captured_and_replayed(name, ranks, runs):
     """No host read, no event, no copy that waits while capturing; and no memory of the host that a replay lacks."""
     patched = runs(name, IDS)

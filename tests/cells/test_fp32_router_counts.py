@@ -4,6 +4,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from thorough import times
 from uncompiled import inside
 
 import shim
@@ -181,7 +182,9 @@ def on_ranks(layout, patched):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(cp=2), Layout(tp=2, sequence_parallel=True), Layout(ep=2)], ids=str
+    "layout",
+    times([Layout(cp=2)], [Layout(cp=2), Layout(), Layout(tp=2, sequence_parallel=True), Layout(ep=2)]),
+    ids=str,
 )
 def test_on_two_ranks_the_bias_moves_by_all_tokens(ranks2, layout):
     """Each data-parallel rank has rows of its own, each context- or tensor-parallel rank a part of each sequence."""

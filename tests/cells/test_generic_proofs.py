@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from thorough import in_full
 
 import shim
 from shim import testing
@@ -167,6 +168,7 @@ def wide(**overrides):
     )
 
 
+@in_full
 def test_what_a_wide_model_rounds_is_right():
     with shim.patched():
         found = sides(wide, PACKED, *(() if CANNOT_SAVE else (SHARDED,)))

@@ -64,6 +64,7 @@ def test_processes_after_the_first_start_with_torch_and_without_what_is_patched(
     assert done.stdout == "['torch']\n"
 
 
+@in_full  # tests/engine/test_import_orders.py has the same of the fake world
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("order", "broken", "told"),

@@ -17,6 +17,7 @@ import torch
 from chosen import ONCE
 from packaging.version import Version
 from recompute_cases import equal_bits
+from thorough import in_full
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,7 +146,9 @@ EVEN_ROWS = [((6, 8, 4), 1), ((5, 7, 4), 4), ((1, 6, 2), 4)]
 TP_MODELS = [(1, "rope", False), (2, "learned_absolute", False), (2, "rope", True), (1, "learned_absolute", True)]
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, sequence_parallel=True), pytest.param(Layout(tp=2), marks=in_full)], ids=str
+)
 @pytest.mark.parametrize("number", range(len(TP_MODELS)), ids=map(str, TP_MODELS))
 def test_packed_equals_alone_under_tensor_parallelism(ranks2, layout, number):
     layers, position, lora = TP_MODELS[number]

@@ -7,6 +7,7 @@ import numpy
 import pytest
 from jinja2 import Template
 from needed import needed
+from thorough import times
 
 import shim
 from shim.patches.megatron_core import _proof_tokenizers
@@ -66,8 +67,8 @@ def in_each_format(conversation, **options):
     return {name: both(tokenizer(name, **options), conversation) for name in FORMATS}
 
 
-@pytest.mark.parametrize("role", ["tool", "Tool", "ipython"])
-@pytest.mark.parametrize("tag", ["", "nvlm"])
+@pytest.mark.parametrize("role", times(["Tool"], ["Tool", "tool", "ipython"]))
+@pytest.mark.parametrize("tag", times(["nvlm"], ["nvlm", ""]))
 def test_what_is_trained_is_what_stock_trains_if_the_user_says_it(role, tag):
     stock, of_user = in_each_format(spoken(role), tag=tag), in_each_format(spoken("user"), tag=tag)
     with applied():

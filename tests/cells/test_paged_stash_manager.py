@@ -12,7 +12,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from thorough import times
+from thorough import in_full, times
 
 import shim
 from shim.testing.patience import patience
@@ -78,7 +78,7 @@ def overflowed():
     return bool(flag)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", times(["interleaved"], ORDERS))
 def test_where_stock_is_right_gradients_are_those_without_a_stash(stashed, order):
     """The same number of microbatches in each iteration, all of them in the buffer."""
     chunks, in_flight = ORDERS[order]
@@ -373,6 +373,7 @@ print("shim:", shim.status()["paged-stash"].state, "triton" in sys.modules)
 """
 
 
+@in_full
 def test_pipeline_schedules_are_imported_without_triton():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=patience())
     assert done.stdout.splitlines() == ["stock: triton", "shim: applied False"], done.stdout + done.stderr

@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from thorough import times
 
 import shim
 from shim import testing
@@ -28,7 +29,8 @@ KINDS = {
     "adapters": {"lora": True, "bucket": 200},
     "experts": {"num_moe_experts": 2, "add_bias_linear": False},
 }
-each_kind = pytest.mark.parametrize("settings", list(KINDS.values()), ids=list(KINDS))
+EVERY_DAY = times(("mixed", "experts"), KINDS)
+each_kind = pytest.mark.parametrize("settings", [KINDS[kind] for kind in EVERY_DAY], ids=EVERY_DAY)
 
 
 @pytest.fixture(autouse=True)

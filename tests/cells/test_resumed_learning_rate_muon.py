@@ -14,6 +14,7 @@ from megatron.core import optimizer as upstream
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.moe import moe_utils
+from thorough import times
 
 import shim
 from shim import testing
@@ -155,7 +156,7 @@ def test_a_chain_of_muon_and_adam(asked, several):
 
 @ask
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
+@pytest.mark.parametrize("several", times([True], [True, False]), ids=str)
 def test_a_file_on_two_ranks(ranks2, form, asked, several):
     """By layers a rank has groups without a weight."""
     for stock, found in ranks2.run(_on_two, form, several, asked):

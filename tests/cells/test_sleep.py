@@ -47,11 +47,12 @@ FOUR = {
 }
 
 
-IN_FULL = {"distributed, fp32", "SGD", "TP 2, PP 2", "EP 2, PP 2"}  # only under `make matrix`
+# What runs every day has each kind of optimizer, weights that are shared out, frozen ones, and experts.
+EVERY_DAY = {"experts", "bf16", "precision-aware", "on the CPU", "LoRA", "PP 2, VP 2", "EP 2"}
 
 
 def named(cases):
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=in_full if n in IN_FULL else ()) for n in cases])
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EVERY_DAY else in_full) for n in cases])
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from chosen import ONCE
 from mamba_mixer import Mixer
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from thorough import in_full
 
 import shim
 from shim import testing
@@ -94,14 +94,16 @@ CASES = {
 for kind, build in {"MLA": latent, "hybrid": hybrid, "LoRA": adapted}.items():
     CASES[kind] = Training(optimizer="plain", build=build)
     CASES[f"{kind}, TP 2 in bf16"] = Training(layout=TP_2, optimizer="distributed", options=HALF, build=build)
-    if not ONCE:
-        CASES[f"{kind} in bf16"] = replace(CASES[f"{kind}, TP 2 in bf16"], layout=testing.Layout())
-        CASES[f"{kind}, TP 2"] = replace(CASES[kind], layout=TP_2)
-if not ONCE:
-    for kind, options in {"multi-token prediction": MTP, "experts": EXPERTS}.items():
-        CASES[f"{kind} in bf16"] = Training(optimizer="distributed", options=HALF | options)
-    CASES["multi-token prediction, TP 2"] = Training(layout=TP_2, optimizer="plain", options=MTP)
-    CASES["experts, TP 2, SP"] = Training(layout=TP_2_SP, optimizer="plain", options=EXPERTS)
+    CASES[f"{kind} in bf16"] = replace(CASES[f"{kind}, TP 2 in bf16"], layout=testing.Layout())
+    CASES[f"{kind}, TP 2"] = replace(CASES[kind], layout=TP_2)
+for kind, options in {"multi-token prediction": MTP, "experts": EXPERTS}.items():
+    CASES[f"{kind} in bf16"] = Training(optimizer="distributed", options=HALF | options)
+CASES["multi-token prediction, TP 2"] = Training(layout=TP_2, optimizer="plain", options=MTP)
+CASES["experts, TP 2, SP"] = Training(layout=TP_2_SP, optimizer="plain", options=EXPERTS)
+EVERY_DAY = {
+    *("packed", "recompute", "experts", "multi-token prediction", "swiglu, qk norm", "TP 2, SP", "MLA, TP 2"),
+    *(f"{name} in bf16" for name in ("dense", "LoRA", "TP 2", "MLA, TP 2", "hybrid, TP 2", "experts, TP 2, SP")),
+}
 
 # In 0.16 and 0.20 stock raises without Transformer Engine. With these it builds the layers, and so has bits.
 BUILDS = [id for id in ("moe-without-te", "mla-without-te", "mtp-without-te") if shim.plan()[id].wanted]
@@ -143,7 +145,11 @@ def differing(name, stock, arguments):
     return [key for key in one if not torch.equal(one[key], other[key])]
 
 
-@pytest.mark.parametrize("name", CASES)
+def named(cases, every_day):
+    return [pytest.param(name, marks=() if name in every_day else in_full) for name in cases]
+
+
+@pytest.mark.parametrize("name", named(CASES, EVERY_DAY))
 def test_all_patches_leave_stocks_bits(name, ranks):
     pool, none = ranks[CASES[name].layout.world], [[]] * CASES[name].layout.world
     if name not in WRONG:
@@ -170,14 +176,12 @@ RESUMED = {
     "TP 2": (2, FULLY, {}),
     "hybrid, TP 2 in bf16": (2, BY_DATA, {"hybrid": True, "bf16": True}),
     "multi-token prediction, TP 2 in bf16": (2, BY_DATA, {"bf16": True, **MTP}),
+    "hybrid": (1, FULLY, {"hybrid": True}),
+    "multi-token prediction": (1, FULLY, MTP),
+    "MLA in bf16": (1, BY_DATA, {"bf16": True, **MLA}),
+    "experts": (1, FULLY, {"num_moe_experts": 2}),
 }
-if not ONCE:
-    RESUMED |= {
-        "hybrid": (1, FULLY, {"hybrid": True}),
-        "multi-token prediction": (1, FULLY, MTP),
-        "MLA in bf16": (1, BY_DATA, {"bf16": True, **MLA}),
-        "experts": (1, FULLY, {"num_moe_experts": 2}),
-    }
+RESUMED_EVERY_DAY = {"dense", "experts in bf16", "LoRA, TP 2 in bf16", "hybrid, TP 2 in bf16"}
 
 
 def resumed(name, directory, arguments):
@@ -202,7 +206,7 @@ def differing_resumed(name, directory):
     return sum(not torch.equal(one, other) for one, other in zip(stock, found, strict=True))
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", named(RESUMED, RESUMED_EVERY_DAY))
 def test_a_training_that_is_saved_and_loaded_has_stocks_bits(name, ranks, tmp_path):
     world = RESUMED[name][0]
     assert run(ranks[world], differing_resumed, name, tmp_path) == [0] * world

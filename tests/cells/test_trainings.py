@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
+from thorough import times
 
 import shim
 from shim.testing.trainings import TRAININGS, called, counted
@@ -28,7 +29,11 @@ def stock_and_patched(training):
             return stock, type(error).__name__
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+# test_device.py counts launches, copies and reads of such steps too.
+EVERY_DAY = ["dense", "multi-token prediction", "experts, recompute", "TP 2, SP", "CP 2, packed", "PP 2"]
+
+
+@pytest.mark.parametrize("name", times(EVERY_DAY, TRAININGS))
 def test_the_patches_add_nothing(name, ranks):
     training = TRAININGS[name]
     for stock, patched in ranks[training.layout.world].run(stock_and_patched, training):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from context_parallel_cases import ACROSS_LAYOUTS, Unpacked, row_of, unpacked, zeros_but
+from thorough import in_full, times
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -135,7 +136,7 @@ def test_without_the_patch_a_rank_divides_by_its_own_count(ranks2, ids):
 
 
 # Each with the other number of layers is below, beside other patches.
-BOTH = pytest.mark.parametrize(("depths", "per_token"), [(1, False), (2, True)], ids=["1-mean", "2-per-token"])
+BOTH = pytest.mark.parametrize(("depths", "per_token"), times([(2, True)], [(2, True), (1, False)]), ids=str)
 
 
 @BOTH
@@ -147,7 +148,7 @@ def test_unpacked_rows_train_like_on_one_rank(ranks2, depths, per_token):
     assert_like_one_rank(ranks2, CP2, [ID], {}, model, {"all": ROWS["all"]}, with_mask=False)
 
 
-@pytest.mark.once
+@in_full
 @BOTH
 def test_unpacked_rows_on_four_ranks(ranks4, depths, per_token):
     model = {"mtp_num_layers": depths, "calculate_per_token_loss": per_token}
@@ -173,7 +174,7 @@ def test_packed_rows_beside_mtp_packed_sequences(ranks2, depths, per_token):
     assert_like_one_rank(ranks2, CP2, [ID, PACKED], {}, model, rows, with_mask=False)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per-token"])
+@pytest.mark.parametrize("per_token", times([False], [False, True]), ids=str)
 def test_under_tensor_and_sequence_parallelism(ranks4, per_token):
     model = {"mtp_num_layers": 2, "calculate_per_token_loss": per_token}
     beside = ["mtp-gather-gradient"]  # 0.12
@@ -185,8 +186,7 @@ def test_under_full_recompute(ranks2):
     assert_like_one_rank(ranks2, CP2, [ID, PACKED, "mtp-recompute"], {}, model, FEW)
 
 
-@pytest.mark.parametrize("skip", [False, True], ids=["all-tokens", "skip_masked"])
-@pytest.mark.parametrize("packed", [False, True], ids=["alone", "mtp-packed-sequences"])
+@pytest.mark.parametrize(("packed", "skip"), times([(True, True)], list(itertools.product((True, False), repeat=2))))
 def test_beside_losses_without_logits(ranks2, packed, skip):
     options = {FUSED: {"fuse": True, "skip_masked": skip}}
     rows = FEW if packed else {name: ROWS[name] for name in FEW if name in ROWS}
@@ -194,7 +194,7 @@ def test_beside_losses_without_logits(ranks2, packed, skip):
     assert_like_one_rank(ranks2, CP2, ids, options, {"mtp_num_layers": 2} if packed == skip else PER_TOKEN, rows)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["alone", "mtp-packed-sequences"])
+@pytest.mark.parametrize("packed", times([True], [True, False]), ids=str)
 def test_beside_mtp_loss_options(ranks2, packed):
     """Detached heads have the loss of one rank, too."""
     options = {OPTIONS: {"detach": True}}
@@ -229,7 +229,7 @@ def traffic_in_rank(layout, ids, model, row):
         return traffic.seen
 
 
-@pytest.mark.parametrize(("depths", "row"), [(1, "random"), (2, "padding")])
+@pytest.mark.parametrize(("depths", "row"), times([(2, "padding")], [(2, "padding"), (1, "random")]))
 def test_a_step_costs_one_small_collective(ranks2, depths, row):
     """A number for the loss mask and one for each depth; none on one rank; and no roll more than without the patch."""
     # 0.12 and 0.13 send nothing for unpacked rows without it.

@@ -9,6 +9,7 @@ import contextlib
 
 import pytest
 import torch
+from thorough import times
 
 import shim
 from shim import testing
@@ -75,7 +76,7 @@ def stages_in_rank(layout, rows, model):
         return worst_over(stages, rows)
 
 
-@pytest.mark.parametrize(("layers", "shared"), [(1, True), (2, False)], ids=["tied", "untied"])
+@pytest.mark.parametrize(("layers", "shared"), times([(1, True)], [(1, True), (2, False)]), ids=str)
 def test_packed_equals_alone_over_two_stages(ranks2, layers, shared):
     """Layers and the model's head are on the last stage, with embeddings of their own, tied to the first's or not."""
     model = {"mtp_num_layers": layers, "share_embeddings_and_output_weights": shared}
@@ -88,9 +89,10 @@ def test_packed_equals_alone_over_virtual_stages(ranks2):
     assert_packed_equals_alone(ranks2.run(stages_in_rank, Layout(pp=2, vp=2), ROWS, model))
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(tp=2, pp=2), Layout(tp=2, sequence_parallel=True, pp=2), Layout(cp=2, pp=2)], ids=str
-)
+SHARDED = [Layout(cp=2, pp=2), Layout(tp=2, sequence_parallel=True, pp=2), Layout(tp=2, pp=2)]
+
+
+@pytest.mark.parametrize("layout", times(SHARDED[:1], SHARDED), ids=str)
 def test_packed_equals_alone_over_stages_and_shards(ranks4, layout):
     """Pipeline stages that are cut by tensor, sequence or context parallelism on top."""
     assert_packed_equals_alone(ranks4.run(stages_in_rank, layout, EVEN_ROWS, {"mtp_num_layers": 2}))
@@ -150,7 +152,7 @@ def test_stock_1f1b_trains_padded_rows_wrongly(ranks2):
     assert first[0] > 1e-2 and last[0] > 1e-2
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("microbatches", times([4], [2, 4]))
 def test_1f1b_trains_packed_rows_as_alone(ranks2, microbatches):
     """Rows of different lengths in flight at once: none is rolled by another's boundaries, forward or backward."""
     rows = UNEVEN[:microbatches]
@@ -319,6 +321,9 @@ def test_packed_equals_alone_on_given_embeddings(layers):
         assert value <= WITHIN_LAYOUT, case
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str)
+EMBEDDED = [Layout(tp=2, sequence_parallel=True), Layout(pp=2), Layout(tp=2)]
+
+
+@pytest.mark.parametrize("layout", times(EMBEDDED[:1], EMBEDDED), ids=str)
 def test_packed_equals_alone_on_given_embeddings_in_parallel(ranks2, layout):
     assert_packed_equals_alone(ranks2.run(embeddings_in_rank, layout, EVEN_ROWS, {"mtp_num_layers": 2}))

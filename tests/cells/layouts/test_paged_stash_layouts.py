@@ -7,6 +7,7 @@ import moe_cases as cases
 import pytest
 from megatron.core import parallel_state
 from moe_cases import DROPLESS, HOST_ONLY, MODEL
+from thorough import in_full
 
 from shim import testing
 from shim.testing import Layout
@@ -77,6 +78,7 @@ def test_experts_over_two_ranks(ranks2):
     assert_nothing_changed(ranks2.run(steps_in_rank, Layout(ep=2), DISPATCHED, {}))
 
 
+@in_full
 def test_experts_cut_by_tensor_parallelism(ranks2):
     """Under sequence parallelism, each rank's part of every expert sees the tokens of both."""
     assert_nothing_changed(ranks2.run(steps_in_rank, Layout(tp=2, sequence_parallel=True), DISPATCHED, {}))
@@ -87,6 +89,7 @@ ENOUGH = {"enough pages": (PADDED, {})}
 TOO_FEW = {"too few pages": (PADDED, {"buffer_size_factor_cuda": 0.5})}
 
 
+@in_full  # it is a part of the interleaved schedule
 def test_1f1b(ranks2):
     """Backward of one microbatch runs between the forwards of others."""
     assert_nothing_changed(ranks2.run(steps_in_rank, Layout(pp=2), ENOUGH | TOO_FEW, {"num_layers": 2}, 4))
