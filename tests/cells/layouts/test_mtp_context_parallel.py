@@ -29,7 +29,7 @@ from context_parallel_cases import (
     zeros_but,
 )
 from recompute_cases import equal_bits
-from thorough import in_full, times
+from thorough import in_full
 
 from shim import testing
 from shim.testing import Layout
@@ -39,7 +39,6 @@ CELLS = {"0.16.1": "all", "0.13.1": ["test_stock_rolls_unpacked_rows_inside_a_ra
 
 ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
 
-UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OPTIONS = [{"per_token_loss": p, "loss_mask": m} for p, m in itertools.product((False, True), repeat=2)]
 stock_packs = pytest.mark.skipif(VERSION < (0, 16), reason="stock refuses packed rows before 0.16")
 stock_cannot_pack = pytest.mark.skipif(VERSION >= (0, 16), reason="stock packs from 0.16")
@@ -93,27 +92,6 @@ def test_packed_equals_alone_on_two_ranks(ranks2, turn, model):
     check_packed_equals_alone(ranks2, CP2, model, turn)
 
 
-@pytest.mark.parametrize(("layers", "lora"), times([(1, True)], [(1, True), (2, False)]), ids=str)
-def test_packed_equals_alone_on_four_ranks(ranks4, layers, lora):
-    """As on two ranks; the ranks in the middle have two neighbours."""
-    model = {"mtp_num_layers": layers, "lora": lora}
-    check_packed_equals_alone(ranks4, CP4, model, 0 if lora else 1, OPTIONS[1:2] if lora else OPTIONS[::3])
-
-
-@pytest.mark.parametrize(
-    ("layout", "lora", "options"),
-    [
-        (Layout(tp=2, cp=2, sequence_parallel=True), False, OPTIONS[1:3]),
-        pytest.param(Layout(tp=2, cp=2), False, OPTIONS[::3], marks=in_full),
-        pytest.param(Layout(tp=2, cp=2, sequence_parallel=True), True, OPTIONS[:1], marks=in_full),
-    ],
-    ids=["tp2+sp+cp2", "tp2+cp2", "tp2+sp+cp2-lora"],
-)
-def test_packed_equals_alone_under_tensor_parallelism(ranks4, layout, lora, options):
-    """The neighbour in the context-parallel group is not the next rank of the world."""
-    check_packed_equals_alone(ranks4, layout, {"mtp_num_layers": 2, "lora": lora}, 1, options)
-
-
 def masked_in_rank():
     with in_layout(CP2):
         gpt, found = build(CP2, mtp_num_layers=2), []
@@ -129,19 +107,6 @@ def test_a_rank_without_targets_gives_no_nan(ranks2):
     """One target in all, which is on rank 0 and after a roll on rank 1; and no target at all."""
     for found in ranks2.run(masked_in_rank):
         assert all(finite and value <= WITHIN_LAYOUT for finite, value in found), found
-
-
-def recomputed_in_rank():
-    with in_layout(CP2):
-        row = row_of((5, 13, 3), 4)
-        plain = testing.run_packed(build(CP2, mtp_num_layers=2), row)
-        again = testing.run_packed(build(CP2, mtp_num_layers=2, **UNIFORM), row)
-        return equal_bits(plain, again)
-
-
-def test_full_recompute_gives_the_same_bits(ranks2):
-    """What a recompute runs again finds the row, its group and its index as the forward pass did."""
-    assert ranks2.run(recomputed_in_rank) == [True, True]
 
 
 # Across layouts, and unpacked rows

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from context_parallel_cases import ACROSS_LAYOUTS, Unpacked, row_of, unpacked, zeros_but
-from thorough import in_full, times
+from thorough import times
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +20,6 @@ CELLS = {"0.13.1": "all", "0.19.2": ["test_packed_rows_without_padding_need_no_o
 
 ID, PACKED, OPTIONS, FUSED = "mtp-loss-cp", "mtp-packed-sequences", "mtp-loss-options", "fused-linear-logprob"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PER_TOKEN = {"calculate_per_token_loss": True}
 CP2, CP4, SP_CP2 = Layout(cp=2), Layout(cp=4), Layout(tp=2, cp=2, sequence_parallel=True)
 
@@ -148,13 +147,6 @@ def test_unpacked_rows_train_like_on_one_rank(ranks2, depths, per_token):
     assert_like_one_rank(ranks2, CP2, [ID], {}, model, {"all": ROWS["all"]}, with_mask=False)
 
 
-@in_full
-@BOTH
-def test_unpacked_rows_on_four_ranks(ranks4, depths, per_token):
-    model = {"mtp_num_layers": depths, "calculate_per_token_loss": per_token}
-    assert_like_one_rank(ranks4, CP4, [ID], {}, model, ROWS)
-
-
 # ---- packed rows, and beside other patches
 
 
@@ -172,18 +164,6 @@ def test_packed_rows_beside_mtp_packed_sequences(ranks2, depths, per_token):
     assert_like_one_rank(ranks2, CP2, [ID, PACKED], {}, model, {**PACKED_ROWS, **FEW})
     rows = {name: PACKED_ROWS[name] for name in ("without padding", "padding")}
     assert_like_one_rank(ranks2, CP2, [ID, PACKED], {}, model, rows, with_mask=False)
-
-
-@pytest.mark.parametrize("per_token", times([False], [False, True]), ids=str)
-def test_under_tensor_and_sequence_parallelism(ranks4, per_token):
-    model = {"mtp_num_layers": 2, "calculate_per_token_loss": per_token}
-    beside = ["mtp-gather-gradient"]  # 0.12
-    assert_like_one_rank(ranks4, SP_CP2, [ID, PACKED, *beside], {}, model, FEW)
-
-
-def test_under_full_recompute(ranks2):
-    model = {"mtp_num_layers": 2, **UNIFORM}
-    assert_like_one_rank(ranks2, CP2, [ID, PACKED, "mtp-recompute"], {}, model, FEW)
 
 
 @pytest.mark.parametrize(("packed", "skip"), times([(True, True)], list(itertools.product((True, False), repeat=2))))

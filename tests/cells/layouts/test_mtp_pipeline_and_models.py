@@ -1,8 +1,7 @@
-"""Patch mtp-packed-sequences over pipeline stages and on other models: packed equals alone there, too.
+"""Patch mtp-packed-sequences where MTP has a stage of its own, and on given embeddings: packed equals alone there, too.
 
-Stages: plain pipelines, virtual stages, MTP on a stage of its own, together with tensor and context parallelism, by
-hand and by the release's own schedules. Models: the hybrid one, layers used repeatedly, given embeddings. Functions
-named `..._in_rank` run in every rank of a pool at once; what they return is judged in the test.
+Other stages, layouts and models are drawn by test_drawn_steps.py. Functions named `..._in_rank` run in every rank of a
+pool at once; what they return is judged in the test.
 """
 
 import contextlib
@@ -25,14 +24,11 @@ PATCHES = [ID, "mtp-recompute", "mtp-loss-cp"]
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 WITHIN_LAYOUT, ACROSS_LAYOUTS = 1e-6, 5e-6
 PER_TOKEN = [False, True]
-UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Lengths, alignment, per-token loss: plain and padded rows, means and sums. Even shares for ranks that divide rows.
 ROWS = [((5, 7, 4), 1, False), ((5, 7, 4), 4, True), ((1, 6, 2), 4, False)]
 EVEN_ROWS = [((8, 12, 4), 1, True), ((5, 7, 4), 4, False), ((1, 6, 2), 4, True)]
 
 puts_mtp_anywhere = pytest.mark.skipif(VERSION < (0, 16), reason="MTP is on the last stage only before 0.16")
-has_hybrid_mtp = pytest.mark.skipif(VERSION < (0, 17), reason="the hybrid model has MTP from 0.17")
-repeats_layers = pytest.mark.skipif(VERSION < (0, 17), reason="mtp_use_repeated_layer came with 0.17")
 
 
 @contextlib.contextmanager
@@ -76,38 +72,10 @@ def stages_in_rank(layout, rows, model):
         return worst_over(stages, rows)
 
 
-@pytest.mark.parametrize(("layers", "shared"), times([(1, True)], [(1, True), (2, False)]), ids=str)
-def test_packed_equals_alone_over_two_stages(ranks2, layers, shared):
-    """Layers and the model's head are on the last stage, with embeddings of their own, tied to the first's or not."""
-    model = {"mtp_num_layers": layers, "share_embeddings_and_output_weights": shared}
-    assert_packed_equals_alone(ranks2.run(stages_in_rank, Layout(pp=2), ROWS, model))
-
-
-def test_packed_equals_alone_over_virtual_stages(ranks2):
-    """Every rank holds two stages; MTP sits on the last rank's second one."""
-    model = {"mtp_num_layers": 2, "num_layers": 4}
-    assert_packed_equals_alone(ranks2.run(stages_in_rank, Layout(pp=2, vp=2), ROWS, model))
-
-
-SHARDED = [Layout(cp=2, pp=2), Layout(tp=2, sequence_parallel=True, pp=2), Layout(tp=2, pp=2)]
-
-
-@pytest.mark.parametrize("layout", times(SHARDED[:1], SHARDED), ids=str)
-def test_packed_equals_alone_over_stages_and_shards(ranks4, layout):
-    """Pipeline stages that are cut by tensor, sequence or context parallelism on top."""
-    assert_packed_equals_alone(ranks4.run(stages_in_rank, layout, EVEN_ROWS, {"mtp_num_layers": 2}))
-
-
-def test_packed_equals_alone_over_stages_under_recompute(ranks2):
-    """Full recompute on every stage: the row is there when the MTP layer runs for the second time."""
-    assert_packed_equals_alone(ranks2.run(stages_in_rank, Layout(pp=2), ROWS, {"mtp_num_layers": 1, **UNIFORM}))
-
-
 # ---- the release's own schedules
 
 
 # Lengths, alignment, and up to how many tokens the row is padded.
-SCHEDULED = [((5, 7, 4), 4, 20), ((6, 8, 4), 2, 20), ((1, 9, 3), 4, 20), ((18,), 1, 20)]
 UNEVEN = [((5, 7, 4), 4, None), ((6, 8, 4), 1, None), ((1, 6, 2), 4, None), ((10,), 1, None)]
 
 
@@ -137,44 +105,6 @@ def summed(results, divisor):
         logged=torch.stack([result.logged for result in results]).sum(0),
         grads={name: sum(r.grads[name] for r in results if name in r.grads) / divisor for name in names},
     )
-
-
-@contextlib.contextmanager
-def stock(layout):
-    with testing.megatron_on_cpu(), testing.layout_initialised(layout):
-        yield
-
-
-@pytest.mark.skipif(VERSION < (0, 16), reason="stock refuses packed rows before 0.16")
-def test_stock_1f1b_trains_padded_rows_wrongly(ranks2):
-    """What the patch is for, and that these tests can tell."""
-    first, last = ranks2.run(scheduled_in_rank, Layout(pp=2), UNEVEN, {"mtp_num_layers": 2}, stock)
-    assert first[0] > 1e-2 and last[0] > 1e-2
-
-
-@pytest.mark.parametrize("microbatches", times([4], [2, 4]))
-def test_1f1b_trains_packed_rows_as_alone(ranks2, microbatches):
-    """Rows of different lengths in flight at once: none is rolled by another's boundaries, forward or backward."""
-    rows = UNEVEN[:microbatches]
-    assert_packed_equals_alone(ranks2.run(scheduled_in_rank, Layout(pp=2), rows, {"mtp_num_layers": 2}))
-
-
-def test_1f1b_recomputes_packed_rows_as_alone(ranks2):
-    """Backward of one row runs between the forwards of others; what it computes again is its own row."""
-    model = {"mtp_num_layers": 1, **UNIFORM}
-    assert_packed_equals_alone(ranks2.run(scheduled_in_rank, Layout(pp=2), UNEVEN, model))
-
-
-def test_interleaved_stages_train_packed_rows_as_alone(ranks2):
-    """The interleaved schedule, MTP on the last virtual stage. Rows are equally long: see run_schedule."""
-    model = {"mtp_num_layers": 2, "num_layers": 4}
-    assert_packed_equals_alone(ranks2.run(scheduled_in_rank, Layout(pp=2, vp=2), SCHEDULED, model))
-
-
-def test_one_stage_trains_microbatches_as_alone():
-    """The schedule without a pipeline accumulates over microbatches."""
-    value, found = scheduled_in_rank(Layout(), UNEVEN, {"mtp_num_layers": 2})
-    assert value <= WITHIN_LAYOUT, found
 
 
 # ---- MTP on a stage of its own
@@ -248,50 +178,6 @@ def test_without_labels_the_last_stage_gives_logits(ranks2, layout, layers):
     logits, expected = last
     assert logits.shape == expected.shape
     torch.testing.assert_close(logits, expected, rtol=ACROSS_LAYOUTS, atol=ACROSS_LAYOUTS)
-
-
-# ---- other models
-
-
-@has_hybrid_mtp
-@pytest.mark.parametrize("pattern", ["*-*-/*-/*-", "**/*"])
-def test_packed_equals_alone_in_the_hybrid_model(pattern):
-    """Attention and MLP layers only: Mamba layers need kernels that no CPU has."""
-    with shimmed(Layout()):
-        model = testing.build_hybrid(pattern)
-        assert sum(layer.mtp_model_layer is not None for layer in model.mtp.layers) == pattern.count("/")
-        value, case = worst_over(model, ROWS)
-        assert value <= WITHIN_LAYOUT, case
-
-
-def hybrid_in_rank(layout):
-    with shimmed(layout):
-        return worst_over(testing.build_hybrid("*-|*-/*-", sequence_parallel=layout.sequence_parallel), EVEN_ROWS)
-
-
-@has_hybrid_mtp
-def test_packed_equals_alone_in_the_hybrid_model_over_two_stages(ranks2):
-    assert_packed_equals_alone(ranks2.run(hybrid_in_rank, Layout(pp=2)))
-
-
-@has_hybrid_mtp
-def test_the_hybrid_model_of_a_stock_release_ignores_padding():
-    """What the patch is for: without it the padded row is wrong there as well."""
-    with testing.layout_initialised(Layout()):
-        value, _ = worst_over(testing.build_hybrid(), [((5, 7, 4), 4, False)])
-        assert value > 1e-2
-
-
-@repeats_layers
-@pytest.mark.parametrize("depths", [1, 2])
-@pytest.mark.parametrize("recompute", [{}, UNIFORM], ids=["", "recompute"])
-def test_packed_equals_alone_with_one_layer_for_all_depths(depths, recompute):
-    """mtp_use_repeated_layer: one set of weights, `depths` rolls."""
-    with shimmed(Layout()):
-        model = testing.build_gpt(mtp_num_layers=depths, mtp_use_repeated_layer=True, **recompute)
-        assert len(model.mtp.layers) == 1
-        value, case = worst_over(model, ROWS)
-        assert value <= WITHIN_LAYOUT, case
 
 
 # ---- given embeddings

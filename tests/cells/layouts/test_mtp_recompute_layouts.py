@@ -124,16 +124,6 @@ def test_recompute_changes_no_bit_under_context_parallelism(ranks2):
     assert ranks2.run(same_in_rank, CP2, CASES, {}) == [[], []]
 
 
-SP_CP2 = Layout(tp=2, cp=2, sequence_parallel=True)
-
-
-@pytest.mark.parametrize("layout", times([SP_CP2], [SP_CP2, Layout(tp=2, cp=2)]), ids=str)
-def test_recompute_changes_no_bit_under_context_and_tensor_parallelism(ranks4, layout):
-    cases = all_pairs(method=("uniform 1", "block 1"), row=ROWS, lora=(False, True))
-    cases = [{**case, "layers": 2} for case in cases]
-    assert ranks4.run(same_in_rank, layout, cases, {"sequence_parallel": layout.sequence_parallel}) == [[]] * 4
-
-
 def test_distributed_activations_change_no_bit(ranks2):
     """Each rank keeps a part of the first saved tensor, which is gathered in backward; the layer's caller, who puts the
     same tensor into its own output, keeps all of it. Not together with sequence parallelism: the config says so."""
@@ -192,11 +182,6 @@ def test_recompute_changes_no_bit_with_mtp_on_the_first_stage(ranks2):
     assert with_layout(ranks2, 2, "Ettmm|L") == [[], []]
 
 
-@pytest.mark.skipif(VERSION < (0, 14), reason="MTP takes no free layout before 0.14")
-def test_recompute_changes_no_bit_with_a_layout_that_leaves_mtp_on_the_last_stage(ranks2):
-    assert with_layout(ranks2, 4, "Ett|ttmmL") == [[], []]
-
-
 # Up to how many tokens a row is padded.
 MICROBATCHES = [((5, 7, 4), 4, 20), ((6, 8, 4), 2, 20), ((18,), 1, 20), ((1, 9, 3), 4, 20)]
 
@@ -224,10 +209,3 @@ def test_1f1b_changes_no_bit(ranks2, method, dropout):
     times = len(MICROBATCHES)
     assert same and last and not none
     assert calls == [[False] * times * x + [True] * times for x in RECOMPUTED[method]]
-
-
-def test_the_interleaved_schedule_changes_no_bit(ranks2):
-    """Four stages on two ranks, MTP on the last."""
-    for method in times(("uniform 1",), ("uniform 1", "block 1")):
-        found = ranks2.run(scheduled_in_rank, Layout(pp=2, vp=2), method, 0.1, {"num_layers": 4})
-        assert [same for same, _ in found] == [True, True]
