@@ -61,7 +61,7 @@ coverage: env  ## of shim and patches, branches included, by what make test runs
 	COVERAGE_ROOT=$(CURDIR) $(BIN)/python -m coverage combine --quiet --append --rcfile tests/measured.toml
 	$(BIN)/python -m coverage report
 
-unit-pythons: env  ## what can differ there, on every other Python there is
+unit-pythons: env  ## what can differ there, on the oldest and the newest other Python
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
@@ -90,11 +90,12 @@ cells: env  ## real megatron-core, one process per release (CELLS="--releases 0.
 pairs: env  ## real megatron-core with Transformer Engine's Python layer
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python $(RUN_CELLS) --everyday-pairs --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/pairs
 
-# One release of each, and one order of imports for each, with no test that asks for both orders of verl; make
-# integration runs all. Without a package index, and with an empty cache, they are skipped.
+# One release of each, and one order of imports for each: a process each, with no test that asks for another, as of
+# stock; make integration runs all. Without a package index, and with an empty cache, they are skipped.
 trainers: env  ## mcore-bridge and verl themselves, on one release
 	SHIM_TEST_SKIP_UNFETCHED=1 $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile tests/integration/test_mcore_bridge.py tests/integration/test_verl.py \
-		-k "0.18.2 and not ranks and not trainer and not (test_verl and (shim or both_orders))"
+		-k "0.18.2 and not (ranks or trainer or both_orders or stock or without_shim or other_models or reverted or hides_the_fix or blocks) \
+		and not (test_verl and shim)"
 
 matrix: export SHIM_TEST_THOROUGH = 1
 matrix: env  ## the same on all 21 releases and main, in every order of imports, and on all pairs with Transformer Engine

@@ -6,6 +6,7 @@ from dataclasses import replace
 import fork_server
 import pytest
 from import_orders import ORDERS, ImportOrders, run_together
+from thorough import times
 
 from shim.testing.patience import patience
 
@@ -71,7 +72,7 @@ def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
         ("raise SystemExit('why')", "exit status 1:.*\nwhy"),
     ],
 )
-@pytest.mark.parametrize("can_fork", [True, False])
+@pytest.mark.parametrize("can_fork", times([True], [True, False]))
 def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, told, can_fork):
     monkeypatch.setattr(fork_server, "CAN_FORK", can_fork and fork_server.CAN_FORK)
     with pytest.raises(AssertionError, match=f"(?s)import order 'apply import' .*{told}"):
@@ -81,7 +82,7 @@ def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, to
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("order", [order for order in ORDERS if order.startswith("import ")])
+@pytest.mark.parametrize("order", [order for order in ORDERS if order.startswith("import ")][:: times(3, 1)])
 def test_cases_that_share_an_import_fail_alone(case, order):
     """Each has a process of its own after the import: one that dies, or leaves early, is told and harms no other."""
     leaves = replace(

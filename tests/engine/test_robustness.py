@@ -15,10 +15,11 @@ def test_threads_that_apply_revert_plan_and_import_at_once(tree):
     """No deadlock, no error, and the last revert gives back the very objects; what is imported while a plan is in
     force for good is patched."""
     run(
-        """
+        f"SECONDS = {times(2, 4)}\n"
+        + dedent("""
         import random
         NAMES = [CORE + n for n in ("ops", "layers", "users", "other")]
-        errors, stop = [], time.monotonic() + 4
+        errors, stop = [], time.monotonic() + SECONDS
         sys.setswitchinterval(1e-5)
 
         def worker(seed, *actions):
@@ -79,7 +80,7 @@ def test_threads_that_apply_revert_plan_and_import_at_once(tree):
         expect(shim.status().applied == ("count", "more"), str(shim.status()))
         shim.revert()
         expect(same(before, snapshot()) == [], same(before, snapshot()))
-        """,
+        """),
         tree,
     )
 
@@ -107,9 +108,10 @@ def test_threads_that_plan_leave_the_filters_of_warnings_alone(tree):
 def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(tree):
     """Fresh processes' worth of imports: apply() in one thread, the first import of the targets in others."""
     run(
-        """
+        f"TURNS = {times(20, 60)}\n"
+        + dedent("""
         sys.setswitchinterval(1e-6)
-        for turn in range(60):
+        for turn in range(TURNS):
             for name in [n for n in sys.modules if n.startswith("megatron")]:
                 del sys.modules[name]
             start, errors = threading.Barrier(4), []
@@ -131,7 +133,7 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
             expect(sys.modules[CORE + "users"].twice(2) == ("more", ("count", 4)), turn, "patched")
             shim.revert()
             expect(sys.modules[CORE + "users"].twice(2) == 4, turn, "reverted")
-        """,
+        """),
         tree,
     )
 
@@ -140,7 +142,7 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
 def test_cycles_leave_nothing_behind(tree):
     """Neither objects nor memory nor finders nor records grow; the objects are the same at the end."""
     out = run(
-        f"CYCLES = {times(300, 1000)}\n"
+        f"CYCLES = {times(100, 1000)}\n"
         + dedent("""
         import tracemalloc
         search_less()

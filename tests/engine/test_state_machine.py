@@ -316,7 +316,7 @@ class Files(Histories):
 TestFiles = pytest.mark.no_cover(Files.TestCase)
 TestHistories = pytest.mark.no_cover(Histories.TestCase)
 TestFiles.settings = TestHistories.settings = settings(
-    max_examples=times(12, 50),
+    max_examples=times(6, 50),
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -33,7 +33,7 @@ def lines(monkeypatch, run_python, tmp_path, *command):
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(each, marks=() if each in (90, 100) else in_full) for each in compiled_kernels.CAPABILITIES],
+    [pytest.param(each, marks=() if each == 90 else in_full) for each in compiled_kernels.CAPABILITIES],
 )
 def test_they_compile_without_spilling(capability, monkeypatch, run_python, tmp_path):
     program = os.fspath(SUPPORT / "compiled_kernels.py")

@@ -8,8 +8,8 @@ from thorough import times
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-# The tests of the chunks, and of the tiles of the linear form.
-NAMES = ("logprob", "logprob_memory", "logprob_in_place", "linear_logprob", "linear_largest")
+# The tests of the chunks, and of the tiles of the linear form: first what kernels compute, then who may read it.
+NAMES = ("logprob", "linear_largest", "logprob_memory", "logprob_in_place", "linear_logprob")[: times(2, 5)]
 PARTS = [f"tests/ops/test_{name}.py" for name in NAMES]
 COMPILE = """
 import re, sys
@@ -48,7 +48,7 @@ def test_in_the_interpreter_they_pass_the_tests_of_the_chunks(run_python):
         TRITON_INTERPRET="1",
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 90
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > times(50, 90)
 
 
 def test_they_compile_for_a_device_with_wide_loads_and_rounding_to_nearest(lines_of_compiling):

@@ -135,6 +135,7 @@ def test_the_lock_does_not_fit_another_tree(tree, locked, tmp_path):
     assert code == 1 and "cp-comm-type-list: applied (variant" in err and "not applied here" in err
 
 
+@in_full
 def test_the_proofs_can_be_run_again(tree, locked):
     """--check says whether they still say what the lock says."""
     place, _ = locked
@@ -166,6 +167,7 @@ def test_an_interrupted_run_goes_on(tree, tmp_path):
     assert code == 0 and "going on with" in err and (tmp_path / "shim.lock").exists() and not kept.exists()
 
 
+@in_full
 def test_a_tree_is_proved_in_place_of_what_is_installed(tree, tmp_path):
     """--against, beside the tree that the lock holds already; as Markdown for a pull request."""
     command = ("pin", "--prove", "--lock", "shim.lock", "--only", "main-param-names")

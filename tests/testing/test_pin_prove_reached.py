@@ -105,6 +105,7 @@ def test_known_bodies_that_no_proof_runs_do_not_speak_against_the_matrix(tmp_pat
     assert found == {} and "speak against the matrix" not in out
 
 
+@in_full
 def test_a_fix_of_one_of_two_updates_is_no_fix(tmp_path):
     """The other is not called here, so its proof sees a bias that stays."""
     edits = [

@@ -77,6 +77,7 @@ def test_a_defect_is_shown_on_stock_and_gone_with_the_patch(releases, tmp_path):
     assert "<svg" in page.read_text("utf-8") and "Smoothed cross entropy is wrong" in page.read_text("utf-8")
 
 
+@in_full
 def test_a_patch_that_applies_in_part_is_judged(releases, tmp_path):
     """On a tree in which a body has changed that the patch can do without: as shim.apply() would apply it."""
     shutil.copytree(releases(RELEASE) / "megatron", tmp_path / "megatron")

@@ -29,7 +29,8 @@ def test_a_trainer():
     assert "site-packages" in shim.__file__
 """
 
-pytestmark = pytest.mark.skipif(BASH is None, reason="the steps of a workflow are scripts for bash")
+# tests/unit/test_ci_cells.py runs the steps of the jobs in `make test`, without installations.
+pytestmark = [in_full, pytest.mark.skipif(BASH is None, reason="the steps of a workflow are scripts for bash")]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,6 @@ def test_the_cells_and_the_tests_of_a_trainer(runner):
     runner("test", MEGATRON_CORE=RELEASE)
 
 
-@in_full
 def test_the_daily_jobs(runner):
     """Of the proofs one, because all take minutes; `pin --prove` has tests of its own."""
     shutil.copytree(fetch(RELEASE) / "megatron", runner.workspace / "Megatron-LM" / "megatron")

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from thorough import in_full
 from unit_helpers import REPOSITORY
 
 from shim._engine.report import STATES
@@ -45,6 +46,7 @@ def test_a_new_patch_makes_no_document_stale_but_adds_its_page(monkeypatch):
     assert changed >= {"README.md", "patches.md", "releases.md", "per-model.md", "defects.md", "explore.html"}
 
 
+@in_full
 def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, capsys):
     """And without --check it is written, after which it is current."""
     monkeypatch.setattr("shim._matrix.load.PACKAGE", tmp_path / "shim")

@@ -324,7 +324,7 @@ PIECES += ["\x00", "\ud800", "\u2028", "'0.1'", "upstream", "#", "|", ">", "%", 
 
 
 @pytest.mark.no_cover
-@settings(max_examples=times(40, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(20, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, data):
     """Fuzz: cut, insert and swap at random places of the shipped text."""
@@ -345,7 +345,7 @@ def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, da
 LOCK = lock_path(matrix_path()).read_text("utf-8")
 
 
-@settings(max_examples=times(20, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(10, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutations_of_the_real_pins_load_or_fail_as_matrix_errors(tmp_path, data):
     """Fuzz, beside the rules that they belong to."""

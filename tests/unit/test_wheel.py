@@ -1,6 +1,6 @@
 """The wheel and the source distribution hold everything they need, and work where there is no torch.
 
-`make test` runs this on every Python there is (tests/other_pythons.sh).
+`make matrix` runs this on every Python there is (tests/other_pythons.sh).
 """
 
 import os
@@ -14,6 +14,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from thorough import in_full
 from unit_helpers import REPOSITORY, megatron, metadata
 
 import shim
@@ -129,6 +130,7 @@ def test_a_wheel_that_is_not_installed_says_so_in_one_line(wheel, tmp_path):
     assert "shim was imported from the archive" in done.stderr and "install the wheel with pip" in done.stderr
 
 
+@in_full
 @pytest.mark.parametrize("form", ["wheel", "sdist"])
 def test_two_builds_of_a_commit_are_the_same_bytes(form, tree, tmp_path, request):
     """On another day, in another folder, under another umask, by pip and without it; and small."""
@@ -217,6 +219,7 @@ def test_the_wheel_asks_for_packaging_and_pyyaml_only(wheel):
     assert sorted(part.partition(">")[0].lower() for part in asked) == ["packaging", "pyyaml"]
 
 
+@in_full
 def test_a_build_finds_its_requirements_where_the_frontend_put_them(bare, tree, tmp_path):
     """pip isolates a build by PYTHONPATH: its environment has no package itself."""
     python, site = bare
@@ -244,7 +247,7 @@ def bare(tmp_path):
     return python, site
 
 
-@pytest.mark.parametrize("form", ["wheel", "sdists_wheel"])
+@pytest.mark.parametrize("form", ["wheel", pytest.param("sdists_wheel", marks=in_full)])
 def test_what_is_installed_plans_without_torch(form, bare, tmp_path, request):
     """By both names of the command, and as a module."""
     python, site = bare
