@@ -99,8 +99,12 @@ def _walked(distribution: str, repository: Path, state: State, table: bool) -> t
     print(f"{len(commits)} commits, {total} sets of bodies, {others}; {len(new)} are new")
     if len(new) <= 40:
         print("".join(f"  {line}\n" for line in new), end="")
-    left = {id: [each for each in digests.values() if not state.judged(each)] for id, digests in seen.items()}
-    print(f"  {sum(map(len, left.values()))} to prove; no proof can judge {sum(map(len, state.unjudged.values()))}")
+    usable = {(f.entry.id, f.digest) for c, found in unknown.items() if c.short not in state.broken for f in found}
+    open_ = {id: [each for each in digests.values() if not state.judged(each)] for id, digests in seen.items()}
+    left = {id: [each for each in those if (id, each.digest) in usable] for id, those in open_.items()}
+    to_prove = sum(map(len, left.values()))
+    print(f"  {to_prove} to prove; no proof can judge {sum(map(len, state.unjudged.values()))}", end="")
+    print(f", and {sum(map(len, open_.values())) - to_prove} are only on commits that cannot be imported")
     if table:
         for id in sorted(seen, key=lambda id: -len(seen[id])):
             print(f"  {id}: {len(seen[id])} sets, {len(left[id])} to prove")
