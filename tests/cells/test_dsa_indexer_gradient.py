@@ -2,18 +2,17 @@
 
 from unittest import mock
 
-import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
 from shim.patches.megatron_core.dsa_indexer_gradient.proof import trained
 
-CELLS = {"0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "dsa-indexer-gradient"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 
 def stock(sequence_parallel):
@@ -45,27 +44,18 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(x, y) for name in a for x, y in zip(a[name], b[name], strict=True))
 
 
-@needed
 def test_copies_of_a_weight_stay_equal(ranks2):
     """Nobody adds or compares their gradients, as without sequence parallelism on stock."""
     first, second = ranks2.run(with_patch, True)
     assert same(first, second)
 
 
-@needed
 def test_without_sequence_parallelism_it_is_as_on_stock(ranks2):
     pairs = zip(ranks2.run(with_patch, False), ranks2.run(stock, False), strict=True)
     assert all(same(found, right) for found, right in pairs)
 
 
-@needed
 def test_no_more_is_reduced(ranks2):
     found, right = (ranks2.run(sizes, of, True)[0] for of in (with_patch, stock))
     assert len(found) <= len(right)
     assert sum(found) < sum(right)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
-    """It has no DSA, or takes the mean over ranks, which proofs show."""
-    assert shim.plan()[ID].action in ("upstream", "not-needed")

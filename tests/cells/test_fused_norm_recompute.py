@@ -2,18 +2,17 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
 from shim.patches.megatron_core.fused_norm_recompute.proof import TOKENS, WIDTH, Norm, without_te
 from shim.testing.cpu import storage_shared_in_python
 
-CELLS = {"0.16.1": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "fused-norm-recompute"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
@@ -30,7 +29,6 @@ def gradients(recompute):
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
-@needed
 def test_a_step_is_that_without_recompute():
     with shim.patched(only=[ID], require=[ID]):
         found = gradients(recompute=True)
@@ -38,7 +36,6 @@ def test_a_step_is_that_without_recompute():
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
-@needed
 def test_the_norm_itself_is_thrown_away():
     hidden = torch.randn(TOKENS, 1, WIDTH, requires_grad=True) * 1.0
     with shim.patched(only=[ID], require=[ID]), without_te() as random:
@@ -47,11 +44,3 @@ def test_the_norm_itself_is_thrown_away():
         checkpoint.discard_output_and_register_recompute(normed.sin())
     assert normed.untyped_storage().nbytes() == 0
     assert torch.equal(residual, hidden)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_has_no_such_norm():
-    from megatron.core.transformer import TransformerConfig
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert "fused_residual_rmsnorm" not in TransformerConfig.__dataclass_fields__

@@ -4,17 +4,16 @@ import logging
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import NotMetError, testing
 from shim.patches.megatron_core.fused_qkv_rope.proof import error, losses
 
-CELLS = {"0.14.0": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "fused-qkv-rope"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
 def applied():
@@ -25,7 +24,6 @@ def model_of(**options):
     return testing.build_gpt(mtp_num_layers=None, **options)
 
 
-@needed
 def test_what_the_kernel_does_stays(caplog):
     stock = losses(True)
     with applied(), caplog.at_level(logging.WARNING, "shim"):
@@ -34,13 +32,11 @@ def test_what_the_kernel_does_stays(caplog):
     assert not [text for text in caplog.messages if ID in text]
 
 
-@needed
 def test_a_kernel_that_is_told_enough_is_right():
     """What the stand-in of proofs computes is what a layer without the option does."""
     assert error(False, {}) < 1e-5
 
 
-@needed
 def test_the_option_is_put_off_once_and_aloud(caplog):
     with applied(), caplog.at_level(logging.WARNING, "shim"):
         config = model_of(fused_single_qkv_rope=True, rotary_interleaved=True).config
@@ -50,18 +46,9 @@ def test_the_option_is_put_off_once_and_aloud(caplog):
     ]
 
 
-@needed
 def test_check_names_an_option_that_was_switched_on_later():
     with applied():
         model = model_of(rotary_interleaved=True)
         model.config.fused_single_qkv_rope = True
         with pytest.raises(NotMetError, match="ignores rotary_interleaved"):
             shim.check(model)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_has_no_such_option():
-    from megatron.core.transformer import TransformerConfig
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert "fused_single_qkv_rope" not in TransformerConfig.__dataclass_fields__

@@ -2,24 +2,22 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim.patches.megatron_core._proof_router_losses import GLOBAL, TOKENS, gradient, takes_padding_mask
 from shim.patches.megatron_core.global_aux_loss_lengths.proof import gradients
 
-CELLS = {"0.14.0": "first", "0.15.3": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ID = "global-aux-loss-lengths"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py
 
 
 def applied():
     return shim.patched(only=[ID], require=[ID])
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, {"calculate_per_token_loss": True}], ids=["mean", "sum"])
 def test_a_microbatch_counts_by_its_own_tokens(options):
     with applied():
@@ -29,14 +27,12 @@ def test_a_microbatch_counts_by_its_own_tokens(options):
         assert torch.allclose(found, weight * first, rtol=1e-4, atol=1e-7)
 
 
-@needed
 def test_equal_microbatches_stay():
     with applied():
         found = gradients((2, 2, 2))
     assert all(torch.equal(mine, stock) for mine, stock in zip(found, gradients((2, 2, 2)), strict=True))
 
 
-@needed
 @pytest.mark.skipif(not takes_padding_mask(), reason="models of this release take no padding mask")
 def test_padding_is_not_counted():
     """Of two microbatches the second has more padding; where they have as much, stock is right."""
@@ -45,11 +41,3 @@ def test_padding_is_not_counted():
         found = {padding: gradient(GLOBAL, padding) for padding in (unequal, equal)}
     assert not torch.allclose(found[unequal], gradient(GLOBAL, unequal), rtol=1e-3)
     assert torch.equal(found[equal], gradient(GLOBAL, equal))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_has_no_global_auxiliary_loss():
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert not hasattr(TopKRouter, "_apply_global_aux_loss")

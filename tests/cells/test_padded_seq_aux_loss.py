@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -11,11 +12,10 @@ from shim.patches.megatron_core._proof_router_losses import PER_TOKEN, TOKENS, o
 from shim.patches.megatron_core.padded_seq_aux_loss.proof import PADDING, gradient
 from shim.testing import Layout
 
-CELLS = {"0.15.3": "first", "0.16.1": "all", "0.19.2": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "padded-seq-aux-loss"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 # The weight of the whole loss, by rows and ranks, is theirs, and microbatches without a token.
 SCALES = ("seq-aux-loss-scale", "moe-aux-loss-scale", "padding-only-microbatch")
@@ -33,7 +33,6 @@ def on(layout, function, *args):
         return function(*args)
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, PER_TOKEN, RECOMPUTE], ids=["mean", "sum", "recompute"])
 @pytest.mark.parametrize("padding", [PADDING, (3, 1), (ALL, 3)], ids=["long and short", "odd", "one of padding"])
 def test_rows_are_balanced_as_alone(one_rank, options, padding):
@@ -42,7 +41,6 @@ def test_rows_are_balanced_as_alone(one_rank, options, padding):
     assert off_by(fixed(2, options, padding), fixed(1, options, padding)) < 1e-5
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, PER_TOKEN], ids=["mean", "sum"])
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(tp=2, sequence_parallel=True)], ids=["CP 2", "TP 2"])
 def test_ranks_that_share_rows_balance_them_as_one_does(ranks2, layout, options):
@@ -51,7 +49,6 @@ def test_ranks_that_share_rows_balance_them_as_one_does(ranks2, layout, options)
         assert off_by(found, right) < 1e-5
 
 
-@needed
 @pytest.mark.parametrize("options", [{}, PER_TOKEN], ids=["mean", "sum"])
 @pytest.mark.parametrize("padding", [(), (3, 3)], ids=["no mask", "equal"])
 def test_rows_of_equal_length_stay(one_rank, options, padding):
@@ -78,14 +75,5 @@ def with_patch(*args):
         return gradient(*args)
 
 
-@needed
 def test_no_message_is_added(ranks2):
     assert ranks2.run(messages, with_patch) == ranks2.run(messages, gradient)
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_has_no_padding_masks():
-    from shim.patches.megatron_core._proof_router_losses import takes_padding_mask
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert not takes_padding_mask()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needed import needed
 
 import shim
 from shim import testing
@@ -9,11 +10,10 @@ from shim.patches.megatron_core._proof_router_losses import AUX, GLOBAL, PER_TOK
 from shim.patches.megatron_core.padding_only_microbatch.proof import PADDING, SEQUENCES
 from shim.testing import Layout
 
-CELLS = {"0.15.3": "first", "0.16.1": "all"}
+CELLS = {"0.16.1": "all"}
 
 ID = "padding-only-microbatch"
-NEEDED = shim.plan()[ID].wanted
-needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = needed(ID)
 
 Z_LOSS = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.1}
 LOSSES = {"aux": AUX, "sequences": SEQUENCES, "global": GLOBAL, "z": Z_LOSS}
@@ -29,7 +29,6 @@ def on(layout, *args):
         return fixed(*args)
 
 
-@needed
 @pytest.mark.parametrize("loss", LOSSES)
 def test_it_adds_nothing(one_rank, loss):
     """The other microbatch has a gradient, and two of padding alone have none."""
@@ -39,7 +38,6 @@ def test_it_adds_nothing(one_rank, loss):
     assert not fixed(LOSSES[loss] | PER_TOKEN, (TOKENS, TOKENS)).any()
 
 
-@needed
 @pytest.mark.parametrize("loss", ["aux", "sequences"])
 @pytest.mark.parametrize("options", [{}, PER_TOKEN], ids=["mean", "sum"])
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(tp=2, sequence_parallel=True)], ids=["CP 2", "TP 2"])
@@ -49,18 +47,9 @@ def test_ranks_that_share_it_have_the_gradient_of_one(ranks2, layout, options, l
         assert off_by(found, right) < 1e-5
 
 
-@needed
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("padding", [(), (3, 0)], ids=["no mask", "a mask"])
 def test_other_microbatches_stay(one_rank, loss, padding):
     with shim.patched(only=[ID], require=[ID]):
         found = gradient(LOSSES[loss], padding)
     assert torch.equal(found, gradient(LOSSES[loss], padding))
-
-
-@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_has_no_padding_masks():
-    from shim.patches.megatron_core._proof_router_losses import takes_padding_mask
-
-    assert shim.plan()[ID].action == "not-needed"
-    assert not takes_padding_mask()
