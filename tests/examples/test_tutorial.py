@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from thorough import in_full
 
 from shim.testing.patience import patience
 
@@ -43,7 +42,6 @@ def pattern(output):
     return ".*".join(map(re.escape, output.split("...")))
 
 
-@in_full
 def test_the_tutorial_tells_the_truth():
     page = commands()
     bin = str(Path(sys.executable).parent)

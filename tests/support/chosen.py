@@ -82,7 +82,8 @@ def kept(items, cell, cells):
         test, asked = (item.path, item.originalname), cells_of(item.path, cells)
         if item.get_closest_marker("once") and cell != [one for one in cells if asked.get(one) == "all"][-1]:
             continue
-        if asked[cell] == "all" or (item.originalname in asked[cell] and test not in seen):
+        here = asked.get(cell, "all")  # a file that is named on the command line runs anywhere
+        if here == "all" or (item.originalname in here and test not in seen):
             found.append(item)
         seen.add(test)
     return found
