@@ -169,7 +169,7 @@ def test_a_table_of_functions_leaves_a_doubt(one_patch):
     report = shim.check()
     assert report["p"].state == "unknown" and report["p"].reason.startswith("it cannot be told whether")
     assert report["p"].targets == {CORE + "ops:double": "unknown"} and report["p"].remedy
-    for text, title in ((str(report), "In doubt, "), (report.text(pending_is_amiss=True), "Problems:\n  p ")):
+    for text, title in ((str(report), "In doubt, "), (report.text(pending_is_amiss=True), "Problems:\n  p: ")):
         assert title in text and report["p"].reason in text and f"Remedy: {report['p'].remedy}" in text
     assert str(report).startswith("0 patches applied; 1 in doubt, ") and "1 unknown" in report.summary
 
