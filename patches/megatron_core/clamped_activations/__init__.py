@@ -20,64 +20,37 @@ Delete when: the releases before the one that brings pull request 5940 are not s
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.nn.functional as F
 
-from shim.patches._arguments import Function, argument
+from shim.patches._arguments import Function
+from shim.patches.megatron_core._ignored_settings import problems_of, put_off
 
+ID = "clamped-activations"
 MLP = "megatron.core.transformer.mlp:MLP.__init__"
 MOE = "megatron.core.transformer.moe.moe_layer:MoELayer.__init__"
 
-_log = logging.getLogger("shim")
 
-
-def _ignoring(config: Any) -> list[str]:
-    """The fields of a config that are on and choose a path which ignores its clamp or its offset."""
-    clamps = config.activation_func_clamp_value is not None
-    if not config.gated_linear_unit or not (clamps or config.glu_linear_offset):
-        return []
+def _ignored(config: Any) -> Mapping[str, str]:
+    if not getattr(config, "gated_linear_unit", False):
+        return {}
+    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    if clamp is None and not offset:
+        return {}
     # With an offset upstream itself refuses fused SiLU and GELU.
-    fused = config.bias_activation_fusion and clamps and config.activation_func in (F.silu, F.gelu)
+    fused = config.bias_activation_fusion and clamp is not None and config.activation_func in (F.silu, F.gelu)
     found = ["bias_activation_fusion"] if fused else []
-    return found + [name for name in ("use_te_activation_func", "moe_shared_expert_overlap") if getattr(config, name)]
-
-
-def _with_plain_path(original: Function) -> Function:
-    config_of = argument(original, "config")
-
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        config = config_of(args, kwargs)
-        for field in _ignoring(config):
-            setattr(config, field, False)
-            _log.warning(
-                "clamped-activations: %s is off, because it ignores activation_func_clamp_value=%s or "
-                "glu_linear_offset=%s",
-                field,
-                config.activation_func_clamp_value,
-                config.glu_linear_offset,
-            )
-        original(*args, **kwargs)
-
-    return __init__
+    found += [name for name in ("use_te_activation_func", "moe_shared_expert_overlap") if getattr(config, name)]
+    return dict.fromkeys(found, f"activation_func_clamp_value={clamp} or glu_linear_offset={offset}")
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """What keeps the patch from its effect: a path that was switched on after the layer was built."""
-    for model in models:
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        for config in configs.values():
-            if hasattr(config, "gated_linear_unit") and (fields := _ignoring(config)):
-                yield (
-                    f"{' and '.join(fields)} of a layer's config is on, and ignores its clamp or offset",
-                    "call shim.apply() before the model is built, and leave the field off",
-                )
+    return problems_of(models, _ignored)
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {MLP: _with_plain_path, MOE: _with_plain_path}
+    return dict.fromkeys((MLP, MOE), put_off(ID, _ignored))

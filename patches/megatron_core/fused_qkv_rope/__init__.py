@@ -17,56 +17,32 @@ Delete when: every supported release tells the kernel both, or refuses it.
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shim.patches._arguments import Function, argument
+from shim.patches._arguments import Function
+from shim.patches.megatron_core._ignored_settings import problems_of, put_off
 
+ID = "fused-qkv-rope"
 ATTENTION = "megatron.core.transformer.attention"
 INIT = ATTENTION + ":Attention.__init__"
 
-_log = logging.getLogger("shim")
 
-
-def _ignored(config: Any) -> str:
-    """What is set in a config and would be ignored, in words; empty if nothing is."""
-    if not config.fused_single_qkv_rope:
-        return ""
+def _ignored(config: Any) -> Mapping[str, str]:
+    if not getattr(config, "fused_single_qkv_rope", False):
+        return {}
     if config.rotary_interleaved:
-        return "rotary_interleaved"
+        return {"fused_single_qkv_rope": "rotary_interleaved"}
     factor = vars(sys.modules[ATTENTION])["_yarn_get_concentration_factor_from_config"](config)
-    return f"the factor {factor:.4g} of YaRN" if factor != 1.0 else ""
-
-
-def _init(original: Function) -> Function:
-    config_of = argument(original, "config")
-
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        config = config_of(args, kwargs)
-        if ignored := _ignored(config):
-            config.fused_single_qkv_rope = False
-            _log.warning("fused-qkv-rope: fused_single_qkv_rope is off, because it ignores %s", ignored)
-        original(*args, **kwargs)
-
-    return __init__
+    return {"fused_single_qkv_rope": f"the factor {factor:.4g} of YaRN"} if factor != 1.0 else {}
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """What keeps the patch from its effect: an option that was switched on after the layer was built."""
-    for model in models:
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        for config in configs.values():
-            if hasattr(config, "fused_single_qkv_rope") and (ignored := _ignored(config)):
-                yield (
-                    f"fused_single_qkv_rope of a layer's config is on, and ignores {ignored}",
-                    "call shim.apply() before the model is built, and leave the field off",
-                )
+    return problems_of(models, _ignored)
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {INIT: _init}
+    return {INIT: put_off(ID, _ignored)}
