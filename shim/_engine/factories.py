@@ -75,33 +75,12 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
     return ""
 
 
-def _takes_all(new: Any) -> bool:
-    """Whether a function has no parameter but ``*args`` and ``**kwargs``, so that it takes each call."""
-    code = new.__code__ if type(new) is types.FunctionType else None
-    both = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    return code is not None and not (code.co_argcount or code.co_kwonlyargcount) and code.co_flags & both == both
-
-
-def _by_name(old: Any) -> list[str] | None:
-    """The parameters of a plain function that a call can name, but for the first; None of any other callable.
-
-    inspect.signature takes longer than all other comparisons of a start.
-    """
-    if type(old) is not types.FunctionType or not vars(old).keys().isdisjoint(("__wrapped__", "__signature__")):
-        return None
-    code = old.__code__
-    first = max(code.co_posonlyargcount, 1 if code.co_argcount else 0)
-    return list(code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount])
-
-
-def _unknown(new: types.FunctionType, old: Any, names: Collection[str]) -> str:
-    """Which argument of upstream's `new` takes by ``**kwargs`` and passes on to code that does not know it.
-
-    names: those of upstream's parameters that a call can name, but for the first.
-    """
+def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Parameter]) -> str:
+    """Which argument of upstream's `new` takes by ``**kwargs`` and passes on to code that does not know it."""
     code = new.__code__
     own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    named = [name for name in names if name not in own]
+    named = [p.name for p in list(before.values())[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [name for name in named if name not in own]
     if not named:
         return ""
     held = list(held_by(new, until=old))  # what that takes was asked when it was bound
@@ -140,9 +119,6 @@ def misfit(new: Any, old: Any) -> str:
         return problem
     attributes = getattr(new, "__dict__", {})
     shows_olds = attributes.get("__wrapped__") is old and "__signature__" not in attributes  # by functools.wraps
-    names = _by_name(old) if shows_olds and _takes_all(new) else None
-    if names is not None:  # as of most
-        return _unknown(new, old, names)
     try:
         before = inspect.signature(old).parameters
         problem = "" if shows_olds else _differs(before, inspect.signature(new).parameters)
@@ -150,8 +126,7 @@ def misfit(new: Any, old: Any) -> str:
         return ""  # built-in functions have no signature
     if problem or type(new) is not types.FunctionType:
         return problem
-    names = [p.name for p in list(before.values())[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return _refused(new, before) or _unknown(new, old, names)
+    return _refused(new, before) or _unknown(new, old, before)
 
 
 # The factories

@@ -104,19 +104,9 @@ class Plan:
                 found.setdefault(module, set()).add(target)
         return found
 
-    @computed_once
-    def _binding(self) -> Mapping[str, Set[str]]:
-        """The ids of the contenders that bind a target, by target; under "" those that have ways to a body."""
-        found: dict[str, set[str]] = {"": {d.id for d in self._contenders if d.reached_by}}
-        for decision in self._contenders:
-            for target in decision.targets:
-                found.setdefault(target, set()).add(decision.id)
-        return found
-
-    def concerned(self, targets: Set[str]) -> list[Decision]:
+    def concerned(self, targets: set[str]) -> list[Decision]:
         """The contenders that bind one of these targets, and those that have ways to a body, in their order."""
-        ids = set().union(*(self._binding.get(target, ()) for target in ("", *targets)))
-        return [decision for decision in self._contenders if decision.id in ids]
+        return [d for d in self._contenders if d.reached_by or not targets.isdisjoint(d.targets)]
 
     @computed_once
     def awaited(self) -> frozenset[str]:
