@@ -108,6 +108,10 @@ def _of_type(kinds: type | tuple[type, ...], values: list[Any]) -> list[Any]:
     return list(compress(values, map(issubclass, map(type, values), repeat(kinds))))
 
 
+def _others_than(names: frozenset[str]) -> Callable[[str], bool]:
+    return lambda name: name not in names
+
+
 def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -> list[Location]:
     """All places that hold one of `objects`, in one pass over sys.modules (or over the named modules).
 
@@ -116,8 +120,8 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     megatron-core: they are nine tenths of the modules of a process.
     """
     wanted = {id(item) for item in objects}
-    named = None if modules is None else set(modules)
-    names = [name for name in list(sys.modules) if not imports_no_megatron(str(name))] if named is None else list(named)
+    passed_over = imports_no_megatron if modules is None else _others_than(frozenset(modules))
+    names = [name for name in list(sys.modules if modules is None else modules) if not passed_over(str(name))]
     if not wanted or not names:
         return []
     # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is wanted
@@ -141,8 +145,7 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
                 continue
             seen.add(id(cls))
             namespace = _OF_CLASS.__get__(cls) or {}  # as namespace_of(), a call for each of thousands
-            made_in = str(namespace.get("__module__"))
-            if imports_no_megatron(made_in) if named is None else made_in not in named:
+            if passed_over(str(namespace.get("__module__"))):
                 continue  # such as torch's Tensor, which almost every module holds
             values = list(namespace.values())
             inside = _of_type((type, *DESCRIPTORS), values)
