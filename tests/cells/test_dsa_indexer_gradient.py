@@ -1,8 +1,7 @@
 """dsa-indexer-gradient: no message more than stock's, and stock's bits without sequence parallelism."""
 
-from unittest import mock
-
 import torch
+from all_reduces import sizes_of_all_reduces
 from needed import needed
 
 import shim
@@ -28,14 +27,7 @@ def with_patch(sequence_parallel):
 
 def sizes(of, sequence_parallel):
     """Of the tensors that this rank reduces."""
-    found = []
-    reduce = torch.distributed.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        found.append(tensor.numel())
-        return reduce(tensor, *args, **kwargs)
-
-    with mock.patch.object(torch.distributed, "all_reduce", counted):
+    with sizes_of_all_reduces() as found:
         of(sequence_parallel)
     return found
 

@@ -2,11 +2,11 @@
 
 import contextlib
 import importlib
-from unittest import mock
 
 import pytest
 import torch
 import trainers_in_small as trainers
+from all_reduces import sizes_of_all_reduces
 from needed import needed
 from trainer_cases import both
 
@@ -44,13 +44,6 @@ def on_two_ranks(function, *args):
 def sums_of_a_step(layers, active, change, **overrides):
     """How many numbers each sum over ranks has in finalize_model_grads; the gradients before and after it, by name."""
     distributed = importlib.import_module("megatron.core.distributed")
-    sums = []
-    all_reduce = torch.distributed.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        sums.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
     with without_kernels() as module:
         model = torch.nn.Sequential(*(build(module, **overrides) for _ in range(layers)))
         for layer in model:
@@ -63,7 +56,7 @@ def sums_of_a_step(layers, active, change, **overrides):
         wrapped.finish_grad_sync()
         weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         before = {name: weight.main_grad.clone() for name, weight in weights.items()}
-        with patched(active), mock.patch.object(torch.distributed, "all_reduce", counted):
+        with patched(active), sizes_of_all_reduces() as sums:
             finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
             finalize._allreduce_non_tensor_model_parallel_grads([wrapped], config, tensor_parallel_group())
         return sums, before, {name: weight.main_grad.clone() for name, weight in weights.items()}

@@ -2,11 +2,11 @@
 
 import contextlib
 import importlib
-from unittest import mock
 
 import pytest
 import torch
 import trainers_in_small as trainers
+from all_reduces import sizes_of_all_reduces
 from trainer_cases import both
 
 import shim
@@ -57,12 +57,6 @@ def summed(active, change, sequence_parallel, beside=None):
     distributed = importlib.import_module("megatron.core.distributed")
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     name = DECISION.wiring.targets[0].partition(":")[2]
-    sums, all_reduce = [], torch.distributed.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        sums.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
     with without_te() as module:
         attention = build(module, qk_layernorm=True, sequence_parallel=sequence_parallel)
         change(attention)
@@ -79,7 +73,7 @@ def summed(active, change, sequence_parallel, beside=None):
         weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         before = {name: weight.main_grad.clone() for name, weight in weights.items()}
         patch = patched(beside) if active else contextlib.nullcontext()
-        with patch, mock.patch.object(torch.distributed, "all_reduce", counted):
+        with patch, sizes_of_all_reduces() as sums:
             getattr(finalize, name)([wrapped], config)
         return sums, before, {name: weight.main_grad.clone() for name, weight in weights.items()}
 

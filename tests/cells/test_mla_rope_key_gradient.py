@@ -10,6 +10,7 @@ from torch.distributed import all_reduce
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_recompute import checkpoints_without_te
 from shim.testing import mla_layer as cases
 from shim.testing.model import _Adapter, _add_update
 
@@ -54,30 +55,6 @@ def fused_kernels():
         for name, kernel in (("KV", rotated), ("Q", rotated_query)):
             function = mock.Mock(apply=kernel)
             stack.enter_context(mock.patch.object(fusion, f"ApplyMLARotaryEmb{name}", function))
-        yield
-
-
-class Quantization:
-    """As FP8GlobalStateManager of Transformer Engine, which CheckpointWithoutOutput asks also without it."""
-
-    @staticmethod
-    def is_fp8_enabled():
-        return False
-
-    get_fp8_recipe = is_fp8_enabled
-
-
-@contextlib.contextmanager
-def checkpoints_without_te():
-    random = import_module("megatron.core.tensor_parallel.random")
-    stand_ins = {
-        "FP8GlobalStateManager": Quantization,
-        "fp8_autocast": lambda **_: contextlib.nullcontext(),
-        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
-    }
-    with contextlib.ExitStack() as stack:
-        for name, value in stand_ins.items():
-            stack.enter_context(mock.patch.object(random, name, value, create=True))
         yield
 
 

@@ -1,9 +1,8 @@
 """padded-seq-aux-loss: rows count as alone on each layout and with tokens, and equal rows give stock's bits."""
 
-from unittest import mock
-
 import pytest
 import torch
+from all_reduces import sizes_of_all_reduces
 from needed import needed
 
 import shim
@@ -58,14 +57,7 @@ def test_rows_of_equal_length_stay(one_rank, options, padding):
 
 
 def messages(of):
-    found = []
-    reduce = torch.distributed.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        found.append(tensor.numel())
-        return reduce(tensor, *args, **kwargs)
-
-    with mock.patch.object(torch.distributed, "all_reduce", counted):
+    with sizes_of_all_reduces() as found:
         on(Layout(cp=2), of, 2, {})
     return found
 

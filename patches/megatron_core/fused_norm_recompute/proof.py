@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from importlib import import_module
-from typing import Any
-from unittest import mock
-
 import torch
 from torch import Tensor
 
 from shim.patches.megatron_core._proof_features import need_option
+from shim.patches.megatron_core._proof_recompute import checkpoints_without_te
 from shim.testing.proof import Here, proof
 
 TOKENS, WIDTH = 8, 16
-
-
-class Quantization:
-    """As FP8GlobalStateManager of Transformer Engine, which a checkpoint asks also without it."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-    get_fp8_recipe = is_fp8_enabled
 
 
 class Norm(torch.nn.LayerNorm):
@@ -35,25 +20,10 @@ class Norm(torch.nn.LayerNorm):
         return super().forward(hidden), hidden
 
 
-@contextlib.contextmanager
-def without_te() -> Iterator[Any]:
-    """The module of recompute."""
-    random = import_module("megatron.core.tensor_parallel.random")
-    stand_ins = {
-        "FP8GlobalStateManager": Quantization,
-        "fp8_autocast": lambda **_: contextlib.nullcontext(),
-        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
-    }
-    with contextlib.ExitStack() as stack:
-        for name, value in stand_ins.items():
-            stack.enter_context(mock.patch.object(random, name, value, create=True))
-        yield random
-
-
 def freed() -> int:
     """How many bytes of the hidden states are freed when the outputs of their norm are thrown away."""
     need_option("fused_residual_rmsnorm", "norm that returns the residual")
-    with without_te() as random:
+    with checkpoints_without_te() as random:
         hidden = torch.randn(TOKENS, 1, WIDTH, requires_grad=True) * 1.0  # no leaf, as behind another layer
         whole = hidden.untyped_storage().nbytes()
         checkpoint = random.CheckpointWithoutOutput()
