@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import CannotRunError, Here, LacksFeatureError, proof
 
 STEPS, TOKENS, BATCH, HEADS, HEAD = 4, 6, 2, 2, 4
 
@@ -44,7 +44,7 @@ def attention() -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if "log_max_attention_logit" not in TransformerConfig.__dataclass_fields__:
-        raise CannotRunError("this release does not log the largest attention logit")
+        raise LacksFeatureError("this release does not log the largest attention logit")
     if not extensions.is_te_min_version("2.9.0"):
         raise CannotRunError("Transformer Engine gives the largest attention logit from 2.9 on")
     layer = extensions.TEDotProductAttention.__new__(extensions.TEDotProductAttention)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shim import testing
 from shim.patches.megatron_core._proof_experts import eager
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 MODEL: dict[str, Any] = {
     "num_layers": 1,
@@ -48,7 +48,7 @@ def gradients(model: Any, padding: int, part: str = "mtp") -> list[Tensor]:
 def moved(build: Callable[[], Any], part: str = "mtp") -> float:
     """By how much, in parts of it, the gradient of routers changes with the ids of padding."""
     if not takes_padding_mask():
-        raise CannotRunError("models of this release take no padding mask")
+        raise LacksFeatureError("models of this release take no padding mask")
     one, other = gradients(build(), 11, part), gradients(build(), 50, part)
     assert one
     return max(float((a - b).norm() / a.norm()) for a, b in zip(one, other, strict=True))
@@ -75,7 +75,7 @@ def a_router_of_mtp_leaves_padding_out(here: Here) -> float:
 
 def of_a_hybrid_model(**options: Any) -> float:
     if not hasattr(_hybrid_model(), "mtp_process") and "mtp" not in inspect.getsource(_hybrid_model().forward):
-        raise CannotRunError("hybrid models of this release have no multi-token prediction")
+        raise LacksFeatureError("hybrid models of this release have no multi-token prediction")
     return moved(lambda: testing.build_hybrid("*E/*E", **{**MODEL, **options}))
 
 
@@ -100,7 +100,7 @@ def a_router_of_a_hybrid_models_mtp_leaves_padding_out(here: Here) -> float:
 def of_a_schedule() -> float:
     """How far the gradient of a router in the overlapped schedule is from that in the layer's forward, in parts."""
     if not takes_padding_mask():
-        raise CannotRunError("models of this release take no padding mask")
+        raise LacksFeatureError("models of this release take no padding mask")
     from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables
 
     mask = torch.arange(TOKENS + PADDING)[None] >= TOKENS
@@ -147,7 +147,7 @@ def a_router_of_an_overlapped_schedule_leaves_padding_out(here: Here) -> float:
 def on_a_later_stage() -> Tensor:
     """The gradient of the router of a stage, summed over ranks, by its auxiliary loss alone."""
     if not takes_padding_mask():
-        raise CannotRunError("models of this release take no padding mask")
+        raise LacksFeatureError("models of this release take no padding mask")
     from megatron.core import parallel_state
 
     size, rank = (

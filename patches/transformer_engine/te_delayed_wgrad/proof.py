@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shim.patches.transformer_engine._proof_linear_layers import forward_and_backward, kernels, layer_of
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 INPUTS, OUTPUTS = 3, 2
 ROWS = (1.0, 3.0)  # the values of an input; every gradient of an output is one
@@ -34,7 +34,7 @@ def modules_on(device: str) -> Iterator[Any]:
     """transformer_engine.pytorch, whose modules can be made here and delay their gradients."""
     te: Any = import_module("transformer_engine.pytorch")
     if not hasattr(te.Linear, "backward_dw"):
-        raise CannotRunError("this Transformer Engine delays no gradients")
+        raise LacksFeatureError("this Transformer Engine delays no gradients")
     if device != "cpu":
         yield te
         return
@@ -98,7 +98,7 @@ def wrong_experts() -> float:
     """How far the gradients of two microbatches are from twice those of one that delays nothing, over their norm."""
     with kernels() as te:
         if not hasattr(te.Linear, "backward_dw"):
-            raise CannotRunError("this Transformer Engine delays no gradients")
+            raise LacksFeatureError("this Transformer Engine delays no gradients")
         layers = [layer_of(te, "GroupedLinear", **options) for options in ({}, {"delay_wgrad_compute": True})]
         forward_and_backward(layers[0])
         for _ in range(2):
