@@ -46,7 +46,8 @@ def libraries(name="libraries.txt"):
     with tempfile.TemporaryDirectory(prefix=".libraries-", dir=target.parent) as scratch:
         installed = Path(scratch) / "installed"
         command = [sys.executable, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary", ":all:", "--target", str(installed), "--requirement", str(listed)]
+        # Most of their modules are never imported, and byte code of all would take longer than all else here.
+        command += ["--no-compile", "--only-binary", ":all:", "--target", str(installed), "--requirement", str(listed)]
         subprocess.run(command, check=True)
         try:
             installed.rename(target)
