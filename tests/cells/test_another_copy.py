@@ -42,7 +42,7 @@ print(json.dumps([report.digest, report.releases.get("megatron-core"), about, st
 
 def run(before="", after="", demands=""):
     story = STORY.format(here=HERE, other=str(fetch(OTHER)), before=before, after=after, demands=demands)
-    done = fork_server.run(story)
+    done = fork_server.run(story, share_loaded=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
