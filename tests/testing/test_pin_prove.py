@@ -12,6 +12,7 @@ import pytest
 from recording import NO_SOURCES
 from thorough import in_full
 
+from shim._tools.cli import main
 from shim.testing import environment, fetch
 from shim.testing.patience import patience
 from shim.testing.releases import FetchError
@@ -193,15 +194,18 @@ def test_a_tree_that_cannot_be_imported_gets_no_lock(tree, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--prove",), ("--lock", "shim.lock", "--append"), ("--against", "."), ("--lock", "l", "--markdown")]
+    ("arguments", "says"),
+    [
+        (("--prove",), "belong"),
+        (("--lock", "shim.lock", "--append"), "belong"),
+        (("--against", "."), "belong"),
+        (("--lock", "l", "--markdown"), "belong"),
+        (("--prove", "--lock", "shim.lock", "--jobs", "0"), "runs nothing"),
+        (("--prove", "--lock", "shim.lock", "--timeout", "0"), "leaves no time"),
+    ],
 )
-def test_options_that_need_others_say_so(tmp_path, arguments):
-    code, _, err = run("pin", *arguments, path=[], cwd=tmp_path)
-    assert code == 2 and "belong" in err
-
-
-@pytest.mark.parametrize("arguments", [("--jobs", "0"), ("--timeout", "0")])
-def test_numbers_with_which_nothing_runs_are_refused(tmp_path, arguments):
-    """As of shim prove: no job would wait for its turn for ever."""
-    code, _, err = run("pin", "--prove", "--lock", "shim.lock", *arguments, path=[], cwd=tmp_path)
-    assert code == 2 and ("runs nothing" in err or "leaves no time" in err)
+def test_what_is_no_use_is_wrong_usage(arguments, says, tmp_path, monkeypatch, capsys):
+    """Options that need others, and numbers with which nothing runs, as of shim prove: said before a process starts."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["pin", *arguments]) == 2
+    assert says in capsys.readouterr().err
