@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
+# Some images set it; then every process would compile anew what the first has imported.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs fuzz mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins history release-of changelog dist fresh clean
 
@@ -13,9 +15,10 @@ help:  ## list the targets
 
 env: $(VENV)/.ready  ## make the environment
 
+# pip would compile all of torch, sympy and onnx, with the other core idle; what is imported is a part of that.
 $(VENV)/.ready: setup.py tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	$(BIN)/python -m shim._matrix  # with byte code, what an installation makes
 	$(BIN)/python -m compileall -q shim patches
@@ -46,9 +49,10 @@ comma := ,
 # COVERAGE="--cov --cov-report=" measures coverage too, which takes as long again; `make coverage` is whole.
 COVERAGE ?=
 
-# Three processes for two cores, here and below: a test that waits for a process or a rank leaves its core to another.
+# Each process collects all tests, for sixteen CPU seconds here. Below there are three for two cores: a test that waits
+# for ranks leaves its core to another.
 unit: env  ## the engine, without torch
-	$(BIN)/python -m pytest -q -n 3 $(COVERAGE) $(WITHOUT_TORCH)
+	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) $(WITHOUT_TORCH)
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
 
 # Processes of cells write a file each; those that a test kills leave one behind that cannot be read.
