@@ -25,8 +25,10 @@ files="
 "
 versions="3.10 3.13"
 marks="not growth and not one_python"
+jobs=  # a few files take longer to be collected three times than to be run
 if [ "${SHIM_TEST_EVERY_FILE:-}" = 1 ]; then
     marks="not growth"
+    jobs="-n 3"
     files="tests/unit tests/engine"
     versions="3.10 3.12 3.13"
 fi
@@ -59,7 +61,7 @@ for version in $versions; do
         touch "$venv/.ready"
     fi
     echo "python$version ($python)"
-    # shellcheck disable=SC2086 # a list of files, none with a space
-    PYTHONPATH=. "$venv/bin/python" -m pytest -q -n 3 -p no:cacheprovider -m "$marks" $files || failed=1
+    # shellcheck disable=SC2086 # lists, of which no part has a space
+    PYTHONPATH=. "$venv/bin/python" -m pytest -q $jobs -p no:cacheprovider -m "$marks" $files || failed=1
 done
 exit $failed
