@@ -36,7 +36,8 @@ def shown(id, proofs, cells):
     """Cell -> those of the proofs of a patch that run there in `make test`, so that every variant is seen to be right.
 
     On the newest of `cells` with a variant one proof runs, one of this variant alone if there is any; on the newest
-    that gets none, it says that stock is right. All others run once, on the newest of those that they are about.
+    that gets none, it says that stock is right. All others run once, on the newest of those that they are about, but
+    for those on several ranks: they take a second and more each, and run under `make matrix`.
     """
     variants = {cell: next(iter(chosen.variants_of([id], cell)))[1] for cell in cells}
     newest = {variant: cell for cell, variant in variants.items()}
@@ -44,7 +45,7 @@ def shown(id, proofs, cells):
     for variant, cell in newest.items():
         about = [proof for proof in proofs if not (variant and proof.variants) or variant in proof.variants]
         found[cell] += sorted(about, key=lambda proof: not proof.variants)[:1]
-    for proof in proofs:
+    for proof in (proof for proof in proofs if proof.ranks == 1):
         about = [cell for variant, cell in newest.items() if variant and variant in (proof.variants or newest)]
         last = max(about, key=cells.index, default=None)
         if last and proof not in found[last]:

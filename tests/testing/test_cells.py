@@ -56,7 +56,7 @@ def test_a_file_says_where_it_runs(place):
 
 @pytest.mark.parametrize("id", load_matrix().patches)
 def test_proofs_show_every_variant_of_a_patch_and_where_it_is_not_needed(id):
-    """On a CPU, in a cell or, with Transformer Engine, in a pair; each proof runs at least once."""
+    """On a CPU, in a cell or, with Transformer Engine, in a pair; each proof on one rank runs at least once."""
     patch, seen, ran = load_matrix().patches[id], set(), []
     proofs = [found for found in proofs_of(patch.module) if "cpu" in found.devices]
     core = patch.distribution == "megatron-core"
@@ -67,7 +67,7 @@ def test_proofs_show_every_variant_of_a_patch_and_where_it_is_not_needed(id):
             ran += here
     every = cells.EVERYDAY if core else cells.EVERYDAY_PAIRS
     assert seen >= set().union(*(chosen.variants_of([id], cell) for cell in every))
-    assert {found.name for found in ran} == {found.name for found in proofs}
+    assert {found.name for found in ran} >= {found.name for found in proofs if found.ranks == 1}
 
 
 @pytest.mark.parametrize("id", [id for id in load_matrix().patches if id.startswith("te-")])
