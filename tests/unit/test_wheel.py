@@ -116,6 +116,7 @@ def names_in(wheel):
         return set(archive.namelist())
 
 
+@in_full  # test_the_source_distribution_has_tests_and_documents reads its files
 def test_the_source_distribution_builds_the_same_wheel(sdists_wheel, wheel):
     """The matrix, the patches, and the rest."""
     assert sdists_wheel.name == wheel.name and names_in(sdists_wheel) == names_in(wheel)
