@@ -49,8 +49,8 @@ comma := ,
 # COVERAGE="--cov --cov-report=" measures coverage too, which takes as long again; `make coverage` is whole.
 COVERAGE ?=
 
-# Each process collects all tests, for sixteen CPU seconds here. Below there are three for two cores: a test that waits
-# for ranks leaves its core to another.
+# Each process collects all tests, for sixteen CPU seconds here and nine in helpers. Cells have three for two cores: a
+# test that waits for ranks leaves its core to another.
 unit: env  ## the engine, without torch
 	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) $(WITHOUT_TORCH)
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
@@ -69,7 +69,7 @@ unit-pythons: env  ## what can differ there, on the oldest and the newest other 
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
-	$(BIN)/python -m pytest -q -n 3 $(BY_FILE) $(WITH_TORCH)
+	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) $(WITH_TORCH)
 
 # The newest torch of the axis, if `make environments` has made it here; else a line says that it is skipped.
 OTHER := --torch 2.14.1 --python 3.11 --if-made
