@@ -18,8 +18,8 @@ from recording import NO_SOURCES
 
 TOP = Path(__file__).resolve().parents[2]
 
-# Types are checked, and environments for the other Pythons made, by one process each: side by side.
-STEPS = (("lint", "unit-pythons"), ("unit",), ("helpers",), ("other-torch",), ("cells",), ("pairs",), ("trainers",))
+# Types are checked, and environments for the other Pythons made, by one process each: side by side, and beside tests.
+STEPS = (("lint", "unit-pythons", "unit"), ("helpers", "other-torch"), ("cells",), ("pairs",), ("trainers",))
 RECORD, TABLE = TOP / "build/tests.jsonl", TOP / "build/durations.txt"
 SHOWN = 15  # files on the screen
 
