@@ -12,45 +12,15 @@ from pathlib import Path
 from shim._configs.files import Search
 from shim._configs.reading import Reading, read_all
 from shim._configs.settings import Table
-from shim._configs.trainers import (
-    Trainer,
-    areal,
-    llama_factory,
-    megatron_bridge,
-    megatron_lm,
-    miles,
-    model_config,
-    ms_swift,
-    nemo_rl,
-    rlinf,
-    roll,
-    skyrl,
-    slime,
-    verl,
-)
+from shim._configs.trainers import TRAINERS, Trainer
 from shim._configs.values import flattened, resolved
 from shim._configs.verdict import Setting, Verdict
 from shim._errors import OptionError
 from shim._matrix.concerns import UNSAID, WORDS, Run
 
-__all__ = ["TRAINERS", "run_of_configs", "words_of_configs"]
+__all__ = ["run_of_configs", "words_of_configs"]
 
-# Of two that fit as well, the first.
-_MODULES = (
-    verl,
-    nemo_rl,
-    skyrl,
-    areal,
-    roll,
-    rlinf,
-    miles,
-    slime,
-    ms_swift,
-    llama_factory,
-    megatron_bridge,
-    megatron_lm,
-)
-TRAINERS: tuple[Trainer, ...] = (*(module.TRAINER for module in _MODULES), model_config.TRAINER)
+MODEL = next(one for one in TRAINERS if one.name == "a model's own config")
 
 
 def run_of_configs(
@@ -107,7 +77,6 @@ def _trainer_of(settings: Sequence[Setting], reading: Reading) -> Trainer:
 
 def _with_model(trainer: Trainer, settings: Sequence[Setting]) -> Table:
     """The table of the trainer, with that of a model's own config if one is among the files."""
-    model = model_config.TRAINER
-    if trainer is model or not any(".".join(keys) in model.marks for keys, _ in settings):
+    if trainer is MODEL or not any(".".join(keys) in MODEL.marks for keys, _ in settings):
         return trainer.table
-    return {word: (*entries, *model.settings.get(word, ())) for word, entries in trainer.table.items()}
+    return {word: (*entries, *MODEL.settings.get(word, ())) for word, entries in trainer.table.items()}

@@ -3,7 +3,7 @@
 import pytest
 
 from shim._configs.settings import MEGATRON, facts_from, names_in
-from shim._configs.trainer_config import TRAINERS
+from shim._configs.trainers import TRAINERS
 from shim._errors import OptionError
 from shim._matrix.concerns import NO, UNKNOWN, WORDS, YES, Run, run_named
 from shim._matrix.load import load_matrix

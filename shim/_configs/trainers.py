@@ -1,16 +1,20 @@
-"""One table of facts for each trainer: its settings that say what concerns a run."""
+"""One table of facts for each trainer: its settings that say what concerns a run. They are in trainers.yaml."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from shim._configs.settings import MEGATRON, Table
 
-__all__ = ["ONE", "SIZES", "Trainer"]
+__all__ = ["SIZES", "TRAINERS", "Trainer"]
 
 SIZES = ("tp", "cp", "pp", "ep")
-ONE = dict.fromkeys(SIZES, False)  # the defaults of a trainer whose parallel sizes are 1 unless it is told otherwise
+MEGATRONS = "megatron-core"  # in the file, the conditions of megatron-core's own settings
 
 
 @dataclass(frozen=True)
@@ -51,5 +55,23 @@ class Trainer:
         return {**MEGATRON, **self.settings}
 
 
-GENERATES = ("rollout", "generation", "vllm", "vllm_cfg", "vllm_kwargs", "sglang", "inference", "inference_engine")
-NO_DATASETS = {"datasets": False}  # it has data sets of its own
+def _trainers() -> Iterator[Trainer]:
+    content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    for given in content["trainers"]:
+        given = {name: tuple(_flat(value)) if isinstance(value, list) else value for name, value in given.items()}
+        given["settings"] = {word: tuple(_conditions(word, said)) for word, said in given["settings"].items()}
+        given["by_default"] = {said.removeprefix("no "): said[:3] != "no " for said in given.get("by_default", ())}
+        yield Trainer(**given)
+
+
+def _flat(values: list[Any]) -> Iterator[str]:
+    for value in values:
+        yield from _flat(value) if isinstance(value, list) else [value]
+
+
+def _conditions(word: str, said: list[str]) -> Iterator[str]:
+    for condition in said:
+        yield from MEGATRON[word] if condition == MEGATRONS else [condition]
+
+
+TRAINERS = tuple(_trainers())
