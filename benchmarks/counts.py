@@ -2,9 +2,9 @@
 
     python benchmarks/counts.py [--releases 0.13.1,0.18.2,0.18.2+2.16.1] [--patches A,B] [--record]
 
-The trainings of shim.testing.trainings over gloo on CPU, on stock, with all patches, and with each patch alone; of a
-pair with Transformer Engine (its Python sources) also steps of its own layers, of a megatron-core alone some with twice
-the layers or ranks, which tells what grows. Patches of which no function runs in any of these steps are applied
+The trainings of tests/support/trainings.py over gloo on CPU, on stock, with all patches, and with each patch alone; of
+a pair with Transformer Engine (its Python sources) also steps of its own layers, of a megatron-core alone some with
+twice the layers or ranks, which tells what grows. Patches of which no function runs in any of these steps are applied
 together: if not one count differs from stock's, each adds nothing, else they are halved. Counts have no noise, so every
 difference is reported. The table is Markdown. --record writes what was counted of these releases to docs/steps.json, of
 which `make docs` makes the table in docs/benchmarks.md.
@@ -41,8 +41,9 @@ Found = Mapping[str, Any]  # training -> what was counted, by the names of UNITS
 
 def grown() -> dict[str, Any]:
     """Some of the trainings with twice the layers, or with twice the ranks."""
+    from trainings import TRAININGS
+
     from shim.testing import Layout
-    from shim.testing.trainings import TRAININGS
 
     def like(name: str, layout: Layout | None = None, **options: Any) -> Any:
         training = TRAININGS[name]
@@ -61,9 +62,9 @@ def grown() -> dict[str, Any]:
 
 def counts(world: int, ids: Sequence[str], te: bool) -> tuple[dict[str, Any], set[str]]:
     """On this rank, each training of a world of this size under the patches `ids`; the files whose functions ran."""
+    from trainings import TE_TRAININGS, TRAININGS, counts_of, python_calls, stepping
+
     import shim
-    from shim.testing.footprint import python_calls
-    from shim.testing.trainings import TE_TRAININGS, TRAININGS, counts_of, stepping
 
     found: dict[str, Any] = {}
     files: set[str] = set()

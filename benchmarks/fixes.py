@@ -76,14 +76,14 @@ def mrope(**options: Any) -> Step:
 def latent_attention(**options: Any) -> Step:
     import torch
 
-    from shim.testing import mla_layer
+    from shim.patches.megatron_core import _proof_mla
 
-    with mla_layer.without_te() as module:
-        layer = mla_layer.build(module, **options)
-    hidden = torch.ones(mla_layer.TOKENS // (2 if options else 1), mla_layer.BATCH, mla_layer.HIDDEN)
+    with _proof_mla.without_te() as module:
+        layer = _proof_mla.build(module, **options)
+    hidden = torch.ones(_proof_mla.TOKENS // (2 if options else 1), _proof_mla.BATCH, _proof_mla.HIDDEN)
 
     def step() -> None:
-        with mla_layer.without_te():
+        with _proof_mla.without_te():
             layer(hidden.clone().requires_grad_(), None)[0].sum().backward()
 
     return step
@@ -141,7 +141,7 @@ def rows_of_corpus(patch: str, pad: int) -> Step:
     """Ask for four rows. The first step, which is not counted, asks for the first row."""
     import tempfile
 
-    from shim.testing.corpus import Tokenizer, gpt_dataset, write_corpus
+    from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset, write_corpus
 
     cases, folder = proof(patch), tempfile.TemporaryDirectory()
     dataset = gpt_dataset(write_corpus(cases.DOCUMENTS, folder.name), cases.LENGTH, Tokenizer(pad, cases.EOD))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from on_release import TOP, cpu_name, measured, parser_of
+from on_release import SUPPORT, TOP, cpu_name, measured, parser_of
 
 RELEASE = "0.18.2"
 STEPS, LAYERS, MODULES, PROCESSES = (10, 1000), (2, 64), (1_000, 10_000), (1, 64)
@@ -35,9 +35,7 @@ def patched(on: bool) -> Any:
 def after_steps(on: bool) -> list[str]:
     """What a step calls, and what the process holds, after few steps and after many."""
     import torch
-
-    from shim.testing.footprint import python_calls
-    from shim.testing.trainings import Training, stepping
+    from trainings import Training, python_calls, stepping
 
     found = []
     with patched(on), stepping(Training("packed")) as step:
@@ -54,8 +52,7 @@ def after_steps(on: bool) -> list[str]:
 
 
 def after_layers(on: bool) -> list[str]:
-    from shim.testing.footprint import python_calls
-    from shim.testing.trainings import Training, counts_of, stepping
+    from trainings import Training, counts_of, python_calls, stepping
 
     found = []
     for layers in LAYERS:
@@ -146,7 +143,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.measure:
         return compare(arguments.release, arguments.only.split(","))
-    return measured(__file__, arguments, {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TOP}{os.pathsep}"})
+    return measured(__file__, arguments, {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([TOP, SUPPORT, ""])})
 
 
 if __name__ == "__main__":

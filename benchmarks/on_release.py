@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 TOP = str(Path(__file__).resolve().parent.parent)
+SUPPORT = str(Path(TOP, "tests", "support"))  # with the trainings
 # Freed memory stays with the process, as CUDA's allocator keeps it: else the fresh pages of a gradient cost as much as
 # the work, and megatron-core has none for fp32, because it overwrites the logits.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
@@ -50,7 +51,7 @@ def measured(program: str, arguments: argparse.Namespace, *settings: Mapping[str
     release = arguments.release_dir or fetch(arguments.release, progress=print)
     command = [sys.executable, program, "--measure", *sys.argv[1:]]
     for each in settings:
-        given = {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **each}
+        given = {**os.environ, "PYTHONPATH": os.pathsep.join([TOP, SUPPORT]), "PYTHONWARNINGS": "ignore", **each}
         code = subprocess.run(command, env=environment(release, given)).returncode
         if code:
             return code

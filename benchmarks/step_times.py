@@ -24,8 +24,9 @@ LIMIT, NOISE = 1.0, 0.05
 
 def cases() -> dict[str, Any]:
     """Steps on packed rows of four layers, and some that have no packed row."""
+    from trainings import FULL, TRAININGS, Training
+
     from shim.testing import Layout
-    from shim.testing.trainings import FULL, TRAININGS, Training
 
     deep = {"num_layers": 4}
     return {
@@ -41,8 +42,9 @@ def cases() -> dict[str, Any]:
 
 def timed(name: str, repeats: int) -> list[tuple[float, float]] | str:
     """On this rank: seconds of a step, stock and patched, in each turn; or why there are none."""
+    from trainings import stepping
+
     import shim
-    from shim.testing.trainings import stepping
 
     def seconds(step: Any, patched: bool) -> float:
         with contextlib.ExitStack() as undo:

@@ -1,19 +1,17 @@
-"""The footprint of a step on any device: the most bytes held at one time, its collectives, and its Python calls."""
+"""The footprint of a step on any device: the most bytes held at one time, and its collectives."""
 
 from __future__ import annotations
 
-import gc
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from shim._torch_names import required
 
-__all__ = ["Footprint", "python_calls"]
+__all__ = ["Footprint"]
 
 _Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
 tree_iter = required("torch.utils._pytree:tree_iter")
@@ -67,29 +65,3 @@ class Footprint(_Mode):  # type: ignore[misc]
     def _freed(self, storage: int, size: int) -> None:
         self._known.discard(storage)
         self.held_bytes -= size
-
-
-def python_calls(step: Callable[[], object], files: set[str] | None = None) -> int:
-    """How many Python functions a step calls, without those that a collection of garbage calls.
-
-    files: gets the names of the files that they are from.
-    """
-    found = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal found
-        if event == "call":
-            found += 1
-            if files is not None:
-                files.add(frame.f_code.co_filename)
-
-    collects, before = gc.isenabled(), sys.getprofile()
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(before)
-        if collects:
-            gc.enable()
-    return found

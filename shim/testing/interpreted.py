@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from shim._torch_names import find, required
-
-from .proof import CannotRunError
+from shim.testing.proof import CannotRunError
 
 __all__ = ["interpreted"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import shim
+from shim.patches.megatron_core._proof_corpus import write_corpus
 from shim.patches.megatron_core.gpt_dataset_index_settings.proof import DOCUMENTS, EXTRA, LAST, rows
-from shim.testing.corpus import write_corpus
 
 CELLS = {"0.19.2": "all"}
 
@@ -50,7 +50,7 @@ def test_the_index_of_the_defaults_is_stocks(prefix):
 
 def test_only_validation_has_a_last_row(prefix):
     """The setting means nothing to other splits, whose index is stock's."""
-    from shim.testing.corpus import Tokenizer, gpt_dataset
+    from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset
 
     def names(**settings):
         gpt_dataset(prefix, 8, Tokenizer(0, 1), epochs=3, **settings)

@@ -12,7 +12,7 @@ from thorough import in_full
 from torch.utils.data import DataLoader
 
 import shim
-from shim.testing.corpus import Tokenizer, gpt_dataset, sample_index, text_of, write_corpus
+from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset, sample_index, text_of, write_corpus
 
 CELLS = {"0.16.0": "all"}
 
@@ -41,7 +41,7 @@ def masks(rows):
 
 
 def compiled_helpers():
-    """megatron-core's C++, or skip: it is not there for each Python, and shim.testing.corpus may stand in for it."""
+    """megatron-core's C++, or skip: it is not there for each Python, and _proof_corpus may stand in for it."""
     module = pytest.importorskip("megatron.core.datasets.helpers_cpp", reason="not compiled here")
     if module.__spec__ is None:
         pytest.skip("not compiled here")
@@ -203,7 +203,7 @@ def test_masks_that_are_not_kept_are_those_of_stock(prefix, option):
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_rows_without_compiled_code_begin_where_they_do_with_it(drop_last, extra):
-    """shim.testing.corpus has an index builder in Python, for a checkout."""
+    """_proof_corpus has an index builder in Python, for a checkout."""
     compiled = compiled_helpers()
     rng = numpy.random.default_rng(0)
     for epochs in (1, 3):

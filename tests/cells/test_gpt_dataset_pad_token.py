@@ -10,7 +10,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import ConcatDataset, DataLoader
 
 import shim
-from shim.testing.corpus import Tokenizer, gpt_dataset, text_of, write_corpus
+from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset, text_of, write_corpus
 
 CELLS = {"0.12.0": "all"}
 

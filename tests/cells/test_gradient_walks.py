@@ -4,10 +4,10 @@ import contextlib
 import importlib
 
 import pytest
+from trainings import python_calls
 
 import shim
 from shim import testing
-from shim.testing.footprint import python_calls
 
 ABOUT = ["gated-delta-net-norm", "mla-query-norm-gradient"]
 CELLS = {"0.18.2": "all"}

@@ -12,8 +12,8 @@ from needed import needed
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import _proof_mla
 from shim.patches.megatron_core.mla_packed_rope.proof import error, packed, row_and_states, tokens_of_rank
-from shim.testing import mla_layer
 from shim.testing.proof import Here
 
 CELLS = {"0.13.1": "all"}
@@ -32,10 +32,10 @@ def applied():
 
 def unpacked(kind, active=False):
     """Of a row that is not packed, on this rank, before and after one that is."""
-    with applied() if active else contextlib.nullcontext(), mla_layer.without_te() as module, torch.no_grad():
+    with applied() if active else contextlib.nullcontext(), _proof_mla.without_te() as module, torch.no_grad():
         ranks = parallel_state.get_context_parallel_world_size()
-        layer = mla_layer.build(module, context_parallel_size=ranks, rope_type=kind)
-        states = torch.randn(16 // ranks, 1, mla_layer.HIDDEN, generator=torch.Generator().manual_seed(3))
+        layer = _proof_mla.build(module, context_parallel_size=ranks, rope_type=kind)
+        states = torch.randn(16 // ranks, 1, _proof_mla.HIDDEN, generator=torch.Generator().manual_seed(3))
         before = layer(states, None)[0]
         if active:
             row, tokens = row_and_states([16])
@@ -82,10 +82,10 @@ def test_beside_all_patches(kind):
 def gradients(packs, settings):
     """Of all weights, summed over ranks, for a loss on all tokens."""
     row, states = row_and_states(LENGTHS)
-    weights = torch.randn(row.total, mla_layer.HIDDEN, generator=torch.Generator().manual_seed(5))
-    with mla_layer.without_te() as module:
+    weights = torch.randn(row.total, _proof_mla.HIDDEN, generator=torch.Generator().manual_seed(5))
+    with _proof_mla.without_te() as module:
         ranks = parallel_state.get_context_parallel_world_size()
-        layer = mla_layer.build(module, context_parallel_size=ranks, **settings)
+        layer = _proof_mla.build(module, context_parallel_size=ranks, **settings)
         places = [tokens_of_rank(row)] if packs else [torch.arange(row.total)[s : s + n] for s, n in row.spans]
         for mine in places:
             how = {"packed_seq_params": row.packed_seq_params()} if packs else {}
@@ -107,8 +107,8 @@ def test_gradients_are_those_of_the_sequences_alone(kind, recomputes):
 
 def after_an_exception(kind):
     """Whether the attention has its own embedding, and no other, after a call that raises."""
-    with applied(), mla_layer.without_te() as module:
-        layer = mla_layer.build(module, context_parallel_size=2, rope_type=kind)
+    with applied(), _proof_mla.without_te() as module:
+        layer = _proof_mla.build(module, context_parallel_size=2, rope_type=kind)
         embedding, group = layer.rotary_pos_emb, layer.rotary_pos_emb.cp_group
         layer.linear_kv_up_proj.register_forward_pre_hook(functools.partial(fails, layer))
         row, states = row_and_states(LENGTHS)

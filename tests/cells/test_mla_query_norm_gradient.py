@@ -11,7 +11,7 @@ from trainer_cases import both
 
 import shim
 from shim import testing
-from shim.testing.mla_layer import BATCH, HIDDEN, TOKENS, build, without_te
+from shim.patches.megatron_core._proof_mla import BATCH, HIDDEN, TOKENS, build, without_te
 
 CELLS = {"0.12.3": "all"}
 

@@ -10,8 +10,8 @@ from torch.distributed import all_reduce
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import _proof_mla as cases
 from shim.patches.megatron_core._proof_recompute import checkpoints_without_te
-from shim.testing import mla_layer as cases
 from shim.testing.model import _Adapter, _add_update
 
 CELLS = {"0.17.0": "all"}

@@ -4,8 +4,8 @@ import pytest
 from needed import needed
 
 import shim
+from shim.patches.megatron_core import _proof_mla
 from shim.patches.megatron_core.mla_rope_softmax_scale.proof import times_too_large
-from shim.testing import mla_layer
 
 CELLS = {"0.13.1": "all"}
 
@@ -23,8 +23,8 @@ def test_what_stock_does_right_stays(options):
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_config_keeps_its_factor(fails):
     """Also if the layer cannot be built."""
-    with shim.patched(only=[ID], require=[ID]), mla_layer.without_te() as module:
-        layer = mla_layer.build(module)
+    with shim.patched(only=[ID], require=[ID]), _proof_mla.without_te() as module:
+        layer = _proof_mla.build(module)
         config = layer.config
         assert config.rotary_scaling_factor == 40
         if fails:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from trainings import FULL
 
 import shim
 from shim import testing
@@ -15,7 +16,6 @@ from shim.testing.layout import layout_initialised
 from shim.testing.model import build_chunks
 from shim.testing.packing import PackedRow
 from shim.testing.proof import on_device
-from shim.testing.trainings import FULL
 
 CELLS = {"0.16.1": "all"}
 ABOUT = []  # a pass is what v0_15 alone knows; test_rope_thd.py has every variant

@@ -13,14 +13,14 @@ from mamba_mixer import Mixer
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from thorough import in_full
+from trainings import EXPERTS, TRAININGS, Training, trained
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import _proof_mla
 from shim.patches.megatron_core._proof_optimizer_resume import Training as Resuming
 from shim.patches.megatron_core._proof_optimizer_resume import fused_adam
-from shim.testing import mla_layer
 from shim.testing.proof import on_device
-from shim.testing.trainings import EXPERTS, TRAININGS, Training, trained
 
 CELLS = {"0.19.2": "all"}
 ABOUT = []
@@ -54,7 +54,7 @@ def duplicated(**options):
     def spec(**given):
         made = local(**given)
         parts = made.submodules.self_attention.submodules
-        parts.linear_q_down_proj = parts.linear_kv_down_proj = mla_layer.Duplicated
+        parts.linear_q_down_proj = parts.linear_kv_down_proj = _proof_mla.Duplicated
         return made
 
     with mock.patch.object(gpt_layer_specs, "get_gpt_layer_local_spec", spec):
@@ -133,7 +133,7 @@ def run(pool, *args):
 
 
 def weights(name, arguments):
-    whole = mla_layer.without_te() if CASES[name].build is duplicated else contextlib.nullcontext()
+    whole = _proof_mla.without_te() if CASES[name].build is duplicated else contextlib.nullcontext()
     with shim.patched(**arguments), whole:
         return trained(CASES[name], STEPS)
 

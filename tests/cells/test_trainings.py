@@ -5,9 +5,9 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 from thorough import times
+from trainings import TRAININGS, called, counted
 
 import shim
-from shim.testing.trainings import TRAININGS, called, counted
 
 CELLS = {"0.19.2": "all"}
 

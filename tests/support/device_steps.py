@@ -16,16 +16,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from trainings import EXPERTS, FULL
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import _proof_mla
 from shim.patches.megatron_core.mrope_thd import proof as mrope
 from shim.patches.megatron_core.paged_stash import proof as paged_stash
 from shim.patches.megatron_core.router_replay import proof as router_replay
-from shim.testing import Layout, mla_layer, pretend_cuda
+from shim.testing import Layout, pretend_cuda
 from shim.testing.cpu import storage_shared_in_python, torch_norm_under_sequence_parallelism
 from shim.testing.proof import CannotRunError
-from shim.testing.trainings import EXPERTS, FULL
 
 # As many sequences as rows have at least that are worth packing: stock's loops take longer with each of them.
 LENGTHS, ALIGN, VOCABULARY = (9, 14, 2, 16, 5, 7, 12, 3, 8, 4), 8, 64
@@ -113,11 +114,11 @@ def packed_inputs(row: testing.PackedRow) -> dict[str, Any]:
 
 def of_mla(undo: contextlib.ExitStack) -> Step:
     """A layer of multi-latent attention on a packed row."""
-    module = undo.enter_context(mla_layer.without_te())
-    layer = mla_layer.build(module).cuda()
+    module = undo.enter_context(_proof_mla.without_te())
+    layer = _proof_mla.build(module).cuda()
     packed = mrope.packed_of(EQUAL)
     onto_device(packed)
-    hidden = torch.randn(sum(EQUAL), 1, mla_layer.HIDDEN).cuda().requires_grad_()
+    hidden = torch.randn(sum(EQUAL), 1, _proof_mla.HIDDEN).cuda().requires_grad_()
     return lambda: backward(layer, layer(hidden, None, packed_seq_params=packed)[0].square().sum())
 
 

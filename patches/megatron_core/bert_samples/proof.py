@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from shim.testing.corpus import compiled_or_not
+from shim.patches.megatron_core._proof_corpus import compiled_or_not
 from shim.testing.proof import CannotRunError, Here, proof
 
 CLS, SEP, MASK, FIRST = 2, 3, 4, 5

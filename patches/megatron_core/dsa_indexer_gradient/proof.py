@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shim.patches.megatron_core._proof_features import need_option
+from shim.patches.megatron_core._proof_layers import train_layer
+from shim.patches.megatron_core._proof_mla import Duplicated
 from shim.testing.layout import Layout
-from shim.testing.mla_layer import Duplicated
 from shim.testing.model import ON_CPU
 from shim.testing.proof import CannotRunError, Here, proof
-from shim.testing.trainings import train_layer
 
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 TOKENS, BATCH, HIDDEN, HEADS, WIDTH = 8, 2, 16, 4, 8

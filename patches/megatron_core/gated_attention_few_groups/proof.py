@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim.patches.megatron_core._proof_layers import largest_error
 from shim.testing import CPUCoreAttention, Layout
 from shim.testing.model import ON_CPU
 from shim.testing.proof import Here, LacksFeatureError, proof
-from shim.testing.trainings import largest_error
 
 TOKENS, BATCH, HIDDEN, HEADS = 6, 2, 16, 4
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shim.patches.megatron_core._proof_features import need_option
+from shim.patches.megatron_core._proof_layers import train_layer
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError, Here, proof
-from shim.testing.trainings import train_layer
 
 TOKENS, BATCH, HIDDEN = 8, 2, 16
 KEY_HEADS, VALUE_HEADS, HEAD = 2, 4, 8

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from shim.testing.corpus import Tokenizer, compiled_or_not, dataset_config, write_corpus
+from shim.patches.megatron_core._proof_corpus import Tokenizer, compiled_or_not, dataset_config, write_corpus
 from shim.testing.proof import Here, proof
 
 LENGTH, EOD = 8, 1

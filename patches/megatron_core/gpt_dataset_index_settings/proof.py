@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from shim.testing.corpus import Tokenizer, gpt_dataset, write_corpus
+from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset, write_corpus
 from shim.testing.proof import Here, proof
 
 LENGTH, EOD = 8, 1

@@ -6,7 +6,7 @@ import tempfile
 
 from torch import Tensor
 
-from shim.testing.corpus import Tokenizer, gpt_dataset, text_of, write_corpus
+from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset, text_of, write_corpus
 from shim.testing.proof import Here, proof
 
 LENGTH, PAD, EOD = 8, 0, 1

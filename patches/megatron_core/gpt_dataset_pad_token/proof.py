@@ -6,7 +6,7 @@ import tempfile
 
 import torch
 
-from shim.testing.corpus import Tokenizer, gpt_dataset, text_of, write_corpus
+from shim.patches.megatron_core._proof_corpus import Tokenizer, gpt_dataset, text_of, write_corpus
 from shim.testing.proof import Here, proof
 
 LENGTH, EOD = 8, 1

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.testing import Layout, mla_layer, release
+from shim.patches.megatron_core import _proof_mla
+from shim.testing import Layout, release
 from shim.testing.packing import PackedRow, pack, random_sequences
 from shim.testing.proof import CannotRunError, Here, proof
 
@@ -19,7 +20,7 @@ ALIGN = 2 * RANKS  # what context parallelism cuts a sequence into
 def row_and_states(lengths: Sequence[int], align: int = ALIGN) -> tuple[PackedRow, Tensor]:
     """A packed row, and its hidden states [t, 1, h]."""
     row = pack(random_sequences(lengths), align=align)
-    states = torch.randn(row.total, 1, mla_layer.HIDDEN, generator=torch.Generator().manual_seed(3))
+    states = torch.randn(row.total, 1, _proof_mla.HIDDEN, generator=torch.Generator().manual_seed(3))
     return row, states
 
 
@@ -42,8 +43,8 @@ def packed(lengths: Sequence[int], align: int, longest: int | None, settings: di
     ranks = parallel_state.get_context_parallel_world_size()
     row, states = row_and_states(lengths, align)
     extra = {} if longest is None else {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-    with mla_layer.without_te() as module:
-        layer = mla_layer.build(module, context_parallel_size=ranks, **settings)
+    with _proof_mla.without_te() as module:
+        layer = _proof_mla.build(module, context_parallel_size=ranks, **settings)
         mine = tokens_of_rank(row)
         with torch.no_grad():
             made = layer(states[mine], None, packed_seq_params=row.packed_seq_params(**extra))[0].flatten(1)
@@ -54,8 +55,8 @@ def alone(lengths: Sequence[int], align: int, settings: dict[str, Any]) -> dict[
     """The same of each sequence by itself, unpacked."""
     row, states = row_and_states(lengths, align)
     made = {}
-    with mla_layer.without_te() as module, torch.no_grad():
-        layer = mla_layer.build(module, **settings)
+    with _proof_mla.without_te() as module, torch.no_grad():
+        layer = _proof_mla.build(module, **settings)
         for start, length in row.spans:
             output = layer(states[start : start + length], None)[0].flatten(1)
             made.update({start + place: one for place, one in enumerate(output)})

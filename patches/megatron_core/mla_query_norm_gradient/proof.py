@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shim.testing.mla_layer import training_error
+from shim.patches.megatron_core._proof_mla import training_error
 from shim.testing.proof import Here, proof
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shim.testing.mla_layer import MLA, training_error
+from shim.patches.megatron_core._proof_mla import MLA, training_error
 from shim.testing.proof import Here, proof
 
 

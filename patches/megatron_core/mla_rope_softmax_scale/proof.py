@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shim.testing import mla_layer
+from shim.patches.megatron_core import _proof_mla
 from shim.testing.proof import Here, proof
 
 
 def times_too_large(**options: Any) -> float:
-    with mla_layer.without_te() as module:
-        layer: Any = mla_layer.build(module, **options)
+    with _proof_mla.without_te() as module:
+        layer: Any = _proof_mla.build(module, **options)
     found: float = layer.softmax_scale * math.sqrt(layer.q_head_dim)
     return found
 

@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .attention import CPUCoreAttention
-from .layout import Layout
-from .model import ON_CPU
-from .proof import CannotRunError, Here
-from .trainings import train_layer
+from shim.patches.megatron_core._proof_layers import train_layer
+from shim.testing.attention import CPUCoreAttention
+from shim.testing.layout import Layout
+from shim.testing.model import ON_CPU
+from shim.testing.proof import CannotRunError, Here
 
 MLA = "megatron.core.transformer.multi_latent_attention"
 TOKENS, BATCH, HIDDEN, HEADS = 8, 2, 16, 4

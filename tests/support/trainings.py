@@ -11,7 +11,9 @@ additions to a count are its price.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +22,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .cpu import optimizer_on_cpu, type_on_a_gpu
-from .footprint import Footprint, python_calls
-from .fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
-from .layout import Layout, layout_initialised
-from .model import build_gpt
-from .multi_tensor import multi_tensor_ops
-from .oracle import run_packed, run_schedule, worst
-from .packing import PackedRow, pack, random_sequences
-from .proof import on_device
+from shim.testing.cpu import optimizer_on_cpu, type_on_a_gpu
+from shim.testing.footprint import Footprint
+from shim.testing.fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
+from shim.testing.layout import Layout, layout_initialised
+from shim.testing.model import build_gpt
+from shim.testing.multi_tensor import multi_tensor_ops
+from shim.testing.oracle import run_packed, run_schedule
+from shim.testing.packing import PackedRow, pack, random_sequences
+from shim.testing.proof import on_device
 
 __all__ = [
     "TE_TRAININGS",
@@ -38,9 +40,8 @@ __all__ = [
     "called",
     "counted",
     "counts_of",
-    "largest_error",
+    "python_calls",
     "stepping",
-    "train_layer",
     "trained",
 ]
 
@@ -217,38 +218,30 @@ def _prepared_in_fp8(recompute: bool) -> tuple[Any, Callable[[], object]]:
     return layers, run
 
 
-def train_layer(layer: Any, shape: Sequence[int], *, steps: int, rate: float) -> None:
-    """Train a layer of attention in place: its passes, finalize_model_grads, and a step of SGD, some times.
+def python_calls(step: Callable[[], object], files: set[str] | None = None) -> int:
+    """How many Python functions a step calls, without those that a collection of garbage calls.
 
-    layer: takes hidden states [s, b, h] and no mask, and returns its output first. shape: s, b and h of the whole; a
-    rank takes its share under sequence parallelism. rate: the learning rate. The loss is a random sum of the output.
-    Both are the same on all ranks, and for every number of them.
+    files: gets the names of the files that they are from.
     """
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    found = 0
 
-    model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        hidden, weights = (torch.randn(*shape, generator=generator) for _ in "hw")
-        if layer.config.sequence_parallel:
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            hidden, weights = (whole.chunk(size)[rank] for whole in (hidden, weights))
-        model.zero_grad_buffer()
-        (model(hidden, None)[0] * weights).sum().backward()
-        finalize_model_grads([model])
-        with torch.no_grad():
-            for weight in layer.parameters():
-                weight -= rate * weight.main_grad
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal found
+        if event == "call":
+            found += 1
+            if files is not None:
+                files.add(frame.f_code.co_filename)
 
-
-def largest_error(found: Mapping[str, Tensor], right: Callable[[str], Tensor]) -> float:
-    """The largest error of tensors, each by its norm over that of the right tensor; NaN if any is NaN.
-
-    right: gives the tensor that is right for a name.
-    """
-    return worst({name: float((mine - right(name)).norm() / right(name).norm()) for name, mine in found.items()})
+    collects, before = gc.isenabled(), sys.getprofile()
+    gc.disable()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+        if collects:
+            gc.enable()
+    return found
 
 
 def _with_optimizer(model: Any, passes: Callable[[Any], None], distributed: bool) -> Callable[[], object]:
