@@ -13,8 +13,8 @@ __all__ = ["Named"]
 
 
 class Named:
-    """A base class for objects that are globals of the module that defines their class. A copy is the object itself."""
+    """A base class for globals of the module that `__module__` names. A copy of one is the object itself."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str:
-        module = sys.modules[type(self).__module__]
+        module = sys.modules[self.__module__]
         return next(name for name, value in vars(module).items() if value is self)

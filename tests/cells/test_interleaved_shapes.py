@@ -52,7 +52,7 @@ def counts(size, rank, chunks, microbatches, config, forward_only=False, group=N
             }
             for name, value in values.items():
                 stack.enter_context(mock.patch.object(parallel_state, name, lambda value=value: value))
-            stack.enter_context(mock.patch.object(interleaved_shapes._STEP, "config", config, create=True))
+            stack.enter_context(mock.patch.object(interleaved_shapes._CONFIG, "value", config, create=True))
         return schedules.get_pp_rank_microbatches(**given)
 
 
@@ -106,7 +106,7 @@ def step_on_rank(layout, options):
     with testing.megatron_on_cpu(), testing.layout_initialised(layout):
         with shim.patched(only=[ID, *BESIDE], require=[ID, *BESIDE]):
             losses = losses_on_rank(LENGTHS, {**VARIABLE, "num_layers": 8, **options}, 2)
-            return losses, interleaved_shapes._STEP.config
+            return losses, interleaved_shapes._CONFIG.value
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def left_by_a_failure():
             with pytest.raises(ZeroDivisionError):
                 layer(torch.randn(cases.TOKENS, cases.BATCH, cases.HIDDEN), None)
         # A failure comes before the key is rotated: the next query counts from the start.
-        return mla_rope_key_gradient._NOW.layer
+        return mla_rope_key_gradient._LAYER.value
 
 
 def test_an_exception_inside_leaves_nothing_behind(ranks2):

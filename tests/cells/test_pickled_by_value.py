@@ -16,7 +16,7 @@ CELLS = "every"
 
 cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed")
 # What these patches keep of a process, or read of torch's, has no value to send.
-LEFT = {"moved-symbols", "mtp-loss-options", "paged-stash", "broadcast-data-group", "fused-linear-logprob"}
+LEFT = {"moved-symbols", "mtp-loss-options", "paged-stash", "fused-linear-logprob"}
 
 
 def sends(value):

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
 
 BROADCAST = "megatron.core.tensor_parallel.data:broadcast_data"
 SIZES = "megatron.core.tensor_parallel.data:_build_key_size_numel_dictionaries"
 
-_GROUP: ContextVar[Any] = ContextVar("group_of_broadcast_data", default=None)
+_GROUP = Ambient(__name__)
 
 
 def _broadcast_data(original: Function) -> Function:
@@ -36,11 +36,7 @@ def _broadcast_data(original: Function) -> Function:
 
     @functools.wraps(original)
     def broadcast_data(*args: Any, **kwargs: Any) -> Any:
-        entered = _GROUP.set(group_of(args, kwargs))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _GROUP.reset(entered)
+        return _GROUP.call(group_of(args, kwargs), original, *args, **kwargs)
 
     return broadcast_data
 
@@ -50,9 +46,8 @@ def _sizes(original: Function) -> Function:
 
     @functools.wraps(original)
     def _build_key_size_numel_dictionaries(*args: Any, **kwargs: Any) -> Any:
-        group = _GROUP.get()
-        if group is not None and group_of(args, kwargs) is None:
-            args, kwargs = with_group(args, kwargs, group)
+        if _GROUP.value is not None and group_of(args, kwargs) is None:
+            args, kwargs = with_group(args, kwargs, _GROUP.value)
         return original(*args, **kwargs)
 
     return _build_key_size_numel_dictionaries

@@ -40,15 +40,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, add_parameters, argument
-from shim.patches._named import Named
 from shim.patches.megatron_core._token_losses import token_losses
 
 PLAIN = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
@@ -108,24 +107,14 @@ def _forward(original: Function, fp32_output: bool) -> Function:
     return forward
 
 
-class _Output(Named, threading.local):
-    """Whether the Float16Module whose forward this thread is in returns fp32."""
-
-    fp32 = True
-
-
-_OUTPUT = _Output()
+_AS_MADE = Ambient(__name__)  # whether the Float16Module that runs returns its output as the model made it
 
 
 def _forward_with_keyword(original: Function, fp32_output: bool) -> Function:
     """Up to 0.14: adds the keyword. `_upcast` reads its value."""
 
     def forward(self: Any, *inputs: Any, fp32_output: bool = fp32_output, **kwargs: Any) -> Any:
-        outer, _OUTPUT.fp32 = _OUTPUT.fp32, fp32_output
-        try:
-            return original(self, *inputs, **kwargs)
-        finally:
-            _OUTPUT.fp32 = outer
+        return _AS_MADE.call(not fp32_output, original, self, *inputs, **kwargs)
 
     functools.update_wrapper(forward, original)
     signature = inspect.signature(original)
@@ -138,7 +127,7 @@ def _forward_with_keyword(original: Function, fp32_output: bool) -> Function:
 def _upcast(original: Function) -> Function:
     @functools.wraps(original)
     def float16_to_fp32(val: Any) -> Any:
-        return original(val) if _OUTPUT.fp32 else val
+        return val if _AS_MADE.value else original(val)
 
     return float16_to_fp32
 

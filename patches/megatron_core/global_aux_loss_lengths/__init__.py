@@ -19,36 +19,27 @@ supported.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 
 APPLY = "megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss"
 LOSS = "megatron.core.transformer.moe.moe_utils:switch_load_balancing_loss_func"
 EQUAL = 1e-5  # so far counts are rounded
 
 
-class _Thread(Named, threading.local):
-    inside: bool = False
-
-
-_NOW = _Thread()
+_INSIDE = Ambient(__name__)  # whether a global auxiliary loss is computed
 
 
 def _apply_global_aux_loss(original: Function) -> Function:
     @functools.wraps(original)
     def _apply_global_aux_loss(*args: Any, **kwargs: Any) -> Any:
-        outer, _NOW.inside = _NOW.inside, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _NOW.inside = outer
+        return _INSIDE.call(True, original, *args, **kwargs)
 
     return _apply_global_aux_loss
 
@@ -59,7 +50,7 @@ def _loss(original: Function) -> Function:
 
     @functools.wraps(original)
     def switch_load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
-        if _NOW.inside:
+        if _INSIDE.value:
             scaled = scaled_to(tokens_of(args, kwargs), topk_of(args, kwargs), counts_of(args, kwargs))
             args, kwargs = with_counts(args, kwargs, scaled)
         return original(*args, **kwargs)

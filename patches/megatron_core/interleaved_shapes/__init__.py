@@ -26,25 +26,19 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 COUNTS = f"{MODULE}:get_pp_rank_microbatches"
 SCHEDULE = f"{MODULE}:forward_backward_pipelining_with_interleaving"
 
 
-class _Step(Named, threading.local):
-    """The config of the model that this thread trains. Up to 0.13, because later counts get a communicator with it."""
-
-    config: Any = None
-
-
-_STEP = _Step()
+# Of the model that this thread trains. Up to 0.13, because later counts get a communicator with it.
+_CONFIG = Ambient(__name__)
 
 
 def _sends_shapes_first(config: Any) -> bool:
@@ -60,12 +54,12 @@ def _counts(original: Function) -> Function:
     microbatches_of, with_microbatches = argument(original, "num_microbatches"), replacing(original, "num_microbatches")
     forward_only_of = argument(original, "forward_only")
     has_communicator = "p2p_communicator" in inspect.signature(original).parameters
-    communicator_of = argument(original, "p2p_communicator") if has_communicator else lambda args, kwargs: _STEP
+    communicator_of = argument(original, "p2p_communicator") if has_communicator else None
 
     @functools.wraps(original)
     def get_pp_rank_microbatches(*args: Any, **kwargs: Any) -> Any:
         total, all_in_warmup, warmup, remaining = original(*args, **kwargs)
-        config = getattr(communicator_of(args, kwargs), "config", None)
+        config = getattr(communicator_of(args, kwargs), "config", None) if communicator_of else _CONFIG.value
         if all_in_warmup and not forward_only_of(args, kwargs) and _sends_shapes_first(config):
             # The warm-up is cut to the number of passes. With more of them, a longer one would be longer.
             args, kwargs = with_microbatches(args, kwargs, microbatches_of(args, kwargs) + 1)
@@ -80,13 +74,10 @@ def _schedule(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward_backward_pipelining_with_interleaving(*args: Any, **kwargs: Any) -> Any:
-        model, before = model_of(args, kwargs), _STEP.config
+        model, config = model_of(args, kwargs), _CONFIG.value
         if isinstance(model, list) and model:
-            _STEP.config = vars(sys.modules[MODULE])["get_model_config"](model[0])
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _STEP.config = before
+            config = vars(sys.modules[MODULE])["get_model_config"](model[0])
+        return _CONFIG.call(config, original, *args, **kwargs)
 
     return forward_backward_pipelining_with_interleaving
 

@@ -31,15 +31,14 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 
 MLA = "megatron.core.transformer.multi_latent_attention:"
 PREPARE = MLA + "MLASelfAttention.get_query_key_value_tensors"
@@ -61,11 +60,7 @@ class _Layer:
         self.rotated = 0
 
 
-class _Thread(Named, threading.local):
-    layer: _Layer | None = None
-
-
-_NOW = _Thread()
+_LAYER = Ambient(__name__)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -91,7 +86,7 @@ def _get_query_key_value_tensors(original: Function) -> Function:
         if group.size() == 1:
             return original(self, *args, **kwargs)
         layer = _Layer(group)
-        tensors = _inside(layer, original, self, *args, **kwargs)
+        tensors = _LAYER.call(layer, original, self, *args, **kwargs)
         checkpoint = self.qkv_up_checkpoint
         if layer.group is not None and checkpoint is not None and checkpoint.run_function is not None:
             # Recomputed in backward, where this wrapper is not.
@@ -109,16 +104,8 @@ def _tensor_parallel_group(attention: Any) -> Any:
     return group
 
 
-def _inside(layer: _Layer, function: Function, *args: Any, **kwargs: Any) -> Any:
-    outer, _NOW.layer = _NOW.layer, layer
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _NOW.layer = outer
-
-
 def _again(group: Any, function: Function, *args: Any) -> Any:
-    return _inside(_Layer(group), function, *args)
+    return _LAYER.call(_Layer(group), function, *args)
 
 
 def _gather_from_sequence_parallel_region(original: Function) -> Function:
@@ -126,8 +113,8 @@ def _gather_from_sequence_parallel_region(original: Function) -> Function:
 
     @functools.wraps(original)
     def gather_from_sequence_parallel_region(*args: Any, **kwargs: Any) -> Any:
-        if _NOW.layer is not None:
-            _NOW.layer.group = None
+        if _LAYER.value is not None:
+            _LAYER.value.group = None
         return original(*args, **kwargs)
 
     return gather_from_sequence_parallel_region
@@ -138,7 +125,7 @@ def _apply_rotary_pos_emb(original: Function) -> Function:
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        layer = _NOW.layer
+        layer = _LAYER.value
         if layer is not None and layer.group is not None:
             layer.rotated += 1
             if layer.rotated == 2:
@@ -158,7 +145,7 @@ def _fused_apply_mla_rope_for_kv(original: Any) -> Any:
 
     @functools.wraps(original)
     def fused_apply_mla_rope_for_kv(*args: Any, **kwargs: Any) -> Any:
-        layer = _NOW.layer
+        layer = _LAYER.value
         if layer is not None and layer.group is not None:
             shared = _SumGradient.apply(key_of(args, kwargs), layer.group)
             args, kwargs = with_key(args, kwargs, shared)

@@ -34,26 +34,19 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 from shim.patches.megatron_core._packed_rotation import ROPE, OneRank, gathered, in_pieces
 
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 EMBEDDING = "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding"
 
 
-class _Call(Named, threading.local):
-    """What runs in this thread: a call of a model with a packed row, and upstream's forward of the embedding."""
-
-    packed = False
-    embedding = False
-
-
-_CALL = _Call()
+_PACKED = Ambient(__name__)  # whether a model is called with a packed row
+_EMBEDDING = Ambient(__name__)  # whether upstream's forward of the embedding runs
 
 
 def _packed(model: Any, packed_seq_params: Any) -> bool:
@@ -72,7 +65,7 @@ def _of_one_rank_if_packed(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if _CALL.packed:
+        if _PACKED.value:
             args, kwargs = with_group(args, kwargs, OneRank())
         return original(*args, **kwargs)
 
@@ -84,12 +77,7 @@ def _said_to_be_packed(original: Function) -> Function:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = _CALL.packed
-        _CALL.packed = _packed(args[0], params_of(args, kwargs))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _CALL.packed = before
+        return _PACKED.call(_packed(args[0], params_of(args, kwargs)), original, *args, **kwargs)
 
     return call
 
@@ -100,9 +88,9 @@ def _whole_if_packed(original: Function) -> Function:
 
     @functools.wraps(original)
     def get_pos_emb_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:
-        if _CALL.packed:
+        if _PACKED.value:
             return table_of(args, kwargs)
-        if _CALL.embedding:
+        if _EMBEDDING.value:
             args, kwargs = with_dimension(args, kwargs, 0)
         return original(*args, **kwargs)
 
@@ -114,11 +102,7 @@ def _cut_in_the_first_dimension(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before, _CALL.embedding = _CALL.embedding, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _CALL.embedding = before
+        return _EMBEDDING.call(True, original, *args, **kwargs)
 
     return forward
 

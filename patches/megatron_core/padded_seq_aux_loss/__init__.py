@@ -22,14 +22,13 @@ supported.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument
-from shim.patches._named import Named
 
 APPLY = "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss"
 COUNTS = "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count"
@@ -42,11 +41,7 @@ class _Rows(NamedTuple):
     by_tokens: bool
 
 
-class _Thread(Named, threading.local):
-    rows: _Rows | None = None
-
-
-_NOW = _Thread()
+_ROWS = Ambient(__name__)
 
 
 def _apply_seq_aux_loss(original: Function) -> Function:
@@ -57,11 +52,7 @@ def _apply_seq_aux_loss(original: Function) -> Function:
         number = number_of((self, *args), kwargs)
         if number == 1 or not masked((self, *args), kwargs):
             return original(self, *args, **kwargs)
-        outer, _NOW.rows = _NOW.rows, _Rows(number, self.calculate_per_token_loss)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _NOW.rows = outer
+        return _ROWS.call(_Rows(number, self.calculate_per_token_loss), original, self, *args, **kwargs)
 
     return _apply_seq_aux_loss
 
@@ -72,10 +63,10 @@ def _counts(original: Function) -> Function:
     @functools.wraps(original)
     def get_tokens_per_expert_and_token_count(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
-        if _NOW.rows is None:
+        if _ROWS.value is None:
             return found
         of_experts, *tokens = found
-        return weighted(of_experts, topk_of(args, kwargs), _NOW.rows), *tokens
+        return weighted(of_experts, topk_of(args, kwargs), _ROWS.value), *tokens
 
     return get_tokens_per_expert_and_token_count
 

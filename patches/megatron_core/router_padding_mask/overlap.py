@@ -8,7 +8,7 @@ from typing import Any
 
 from shim.patches._arguments import Function, argument
 from shim.patches.megatron_core.router_padding_mask.prediction import rolled, rolls_itself
-from shim.patches.megatron_core.router_padding_mask.route import routing
+from shim.patches.megatron_core.router_padding_mask.route import MASK
 
 MOE = "megatron.core.transformer.moe.moe_layer"
 
@@ -31,8 +31,7 @@ def patch_build_callables(original: Function) -> Function:
                 return first(node, *inputs, **named)
             if node.is_mtp and not rolls_itself():
                 state.padding_mask = rolled(state.padding_mask, layer.pg_collection.cp, None)
-            with routing(state.padding_mask):
-                return first(node, *inputs, **named)
+            return MASK.call(state.padding_mask.transpose(0, 1).bool(), first, node, *inputs, **named)
 
         return [forward, *others], backward
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 from shim.patches._views import view_with
 
 MTP = "megatron.core.transformer.multi_token_prediction"
 INSIDE = ("transformer_layer", "mtp_model_layer")  # the layer inside one of MTP, up to 0.16 and later
 
 
-class _Thread(Named, threading.local):
-    mask: Tensor | None = None  # [b, s] of the model that runs, up to 0.17 of the last depth
-
-
-_OF_CALL = _Thread()
+_MASK = Ambient(__name__)  # [b, s] of the model that runs, up to 0.17 of the last depth
 
 
 def patch_model_forward(original: Function) -> Function:
@@ -33,11 +28,7 @@ def patch_model_forward(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before, _OF_CALL.mask = _OF_CALL.mask, mask_of(args, kwargs)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _OF_CALL.mask = before
+        return _MASK.call(mask_of(args, kwargs), original, *args, **kwargs)
 
     return forward
 
@@ -69,9 +60,9 @@ def patch_layer_forward(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _OF_CALL.mask is None:
+        if _MASK.value is None:
             return original(self, *args, **kwargs)
-        mask = _OF_CALL.mask = rolled(_OF_CALL.mask, self.cp_group, row_of((self, *args), kwargs))
+        mask = _MASK.value = rolled(_MASK.value, self.cp_group, row_of((self, *args), kwargs))
         inside = {name: _masked(getattr(self, name), mask) for name in INSIDE if hasattr(self, name)}
         return original(view_with(self, **inside), *args, **kwargs)
 
@@ -88,8 +79,8 @@ def patch_block_forward(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if _OF_CALL.mask is not None:
-            args, kwargs = with_mask(args, kwargs, _OF_CALL.mask)
+        if _MASK.value is not None:
+            args, kwargs = with_mask(args, kwargs, _MASK.value)
         return original(*args, **kwargs)
 
     return forward

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 
-
-class _Thread(Named, threading.local):
-    mask: Tensor | None = None  # [s, b], of routers that are called without one
-
-
-_NOW = _Thread()
-
-
-@contextlib.contextmanager
-def routing(mask: Tensor) -> Iterator[None]:
-    """Inside, a router that is called without a mask gets this one, [b, s]."""
-    before, _NOW.mask = _NOW.mask, mask.transpose(0, 1).bool()
-    try:
-        yield
-    finally:
-        _NOW.mask = before
+MASK = Ambient(__name__)  # [s, b], bool, of routers that are called without one
 
 
 def patch_route(original: Function) -> Function:
@@ -39,7 +19,7 @@ def patch_route(original: Function) -> Function:
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:
         mask = mask_of(args, kwargs)
-        mask = _NOW.mask if mask is None else mask
+        mask = MASK.value if mask is None else mask
         if mask is None:
             return original(*args, **kwargs)
         tokens, group = states_of(args, kwargs).size(0), args[0].tp_group

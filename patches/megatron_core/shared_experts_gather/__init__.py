@@ -17,32 +17,24 @@ Delete when: megatron-core 0.14 is not supported.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, replacing
-from shim.patches._named import Named
 
 DISPATCH = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_dispatch"
 GATHER = "megatron.core.transformer.moe.token_dispatcher:gather_from_sequence_parallel_region"
 
 
-class _Thread(Named, threading.local):
-    shared = False  # whether a dispatcher beside shared experts gathers
-
-
-_NOW = _Thread()
+_SHARED = Ambient(__name__)  # whether a dispatcher beside shared experts gathers
 
 
 def _token_dispatch(original: Function) -> Function:
     @functools.wraps(original)
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _NOW.shared = _NOW.shared, self.config.moe_shared_expert_intermediate_size is not None
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _NOW.shared = before
+        shared = self.config.moe_shared_expert_intermediate_size is not None
+        return _SHARED.call(shared, original, self, *args, **kwargs)
 
     return token_dispatch
 
@@ -52,7 +44,7 @@ def _gather(original: Function) -> Function:
 
     @functools.wraps(original)
     def gather_from_sequence_parallel_region(*args: Any, **kwargs: Any) -> Any:
-        if _NOW.shared:
+        if _SHARED.value:
             args, kwargs = with_buffer(args, kwargs, False)
         return original(*args, **kwargs)
 
