@@ -11,6 +11,7 @@ token of a sequence and the padding predict nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -84,19 +85,16 @@ def packed_logprobs(
     and for slots that CP does not divide, on CUDA as a device-side assertion. Other errors are those of token_logprobs.
     """
 
-    def of(target: Tensor, per_token: float | Tensor) -> TokenLogprobs:
-        return token_logprobs(
-            logits,
-            target,
-            tp_group=tp_group,
-            temperature=per_token,
-            entropy=entropy,
-            ignore_index=ignore_index,
-            scratch_bytes=scratch_bytes,
-            chunk_size=chunk_size,
-            inplace_backward=inplace_backward,
-        )
-
+    of = functools.partial(
+        token_logprobs,
+        logits,
+        tp_group=tp_group,
+        entropy=entropy,
+        ignore_index=ignore_index,
+        scratch_bytes=scratch_bytes,
+        chunk_size=chunk_size,
+        inplace_backward=inplace_backward,
+    )
     compute = _outside_graph if torch.compiler.is_compiling() else _results
     return compute(
         of, temperature, gather, logits, tokens, cu_seqlens, cu_seqlens_padded, cp_group, partition, ignore_index
@@ -131,21 +129,18 @@ def linear_packed_logprobs(
     Other arguments, the result and the errors are those of packed_logprobs.
     """
 
-    def of(target: Tensor, per_token: float | Tensor) -> TokenLogprobs:
-        return linear_token_logprobs(
-            hidden,
-            weight,
-            target,
-            bias=bias,
-            tp_group=tp_group,
-            temperature=per_token,
-            entropy=entropy,
-            ignore_index=ignore_index,
-            scratch_bytes=scratch_bytes,
-            chunk_size=chunk_size,
-            sum_hidden_grad=sum_hidden_grad,
-        )
-
+    of = functools.partial(
+        linear_token_logprobs,
+        hidden,
+        weight,
+        bias=bias,
+        tp_group=tp_group,
+        entropy=entropy,
+        ignore_index=ignore_index,
+        scratch_bytes=scratch_bytes,
+        chunk_size=chunk_size,
+        sum_hidden_grad=sum_hidden_grad,
+    )
     compute = _outside_graph if torch.compiler.is_compiling() else _results
     return compute(
         of, temperature, gather, hidden, tokens, cu_seqlens, cu_seqlens_padded, cp_group, partition, ignore_index
@@ -225,7 +220,7 @@ class _Row:
 
     def results(
         self,
-        function: Callable[[Tensor, float | Tensor], TokenLogprobs],
+        function: Callable[..., TokenLogprobs],
         temperature: float | Tensor,
         gather: bool | Literal["own_grad"],
     ) -> PackedLogprobs:
@@ -233,7 +228,7 @@ class _Row:
             raise ValueError(f"gather is {gather!r}; it must be False, True or 'own_grad'")
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1).expand(self.length).view(self.leading)
-        found = function(self.target.view(self.leading), temperature)
+        found = function(self.target.view(self.leading), temperature=temperature)
         mask = self.target != self.ignore_index
         rows = [row.reshape(-1) for row in (found.logprob, found.entropy) if row is not None]
         if gather and self.ranks > 1 and self.length:
@@ -246,7 +241,7 @@ class _Row:
 
 
 def _results(
-    function: Callable[[Tensor, float | Tensor], TokenLogprobs],
+    function: Callable[..., TokenLogprobs],
     temperature: float | Tensor,
     gather: bool | Literal["own_grad"],
     *of_row: Any,
