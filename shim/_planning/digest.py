@@ -25,7 +25,6 @@ from shim._version import __version__
 
 __all__ = [
     "BESIDE",
-    "ROOMS",
     "code_of_package",
     "code_of_patch",
     "differing_parts",
@@ -90,23 +89,8 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 # Shim's own code, by its rooms
 
-# Every room of the package is in one of these lists. A part in neither counts.
-ROOMS = (
-    "_config_override",
-    "_configs",
-    "_engine",
-    "_matrix",
-    "_offload",
-    "_planning",
-    "_printing",
-    "_releases",
-    "_te",
-    "_workers",
-    "ops",
-    "patches",
-)
-# The command line and what it opens, the proofs and their runner, and the helpers of tests. A job that calls
-# shim.apply() loads none of them, and no other room imports them.
+# Rooms that do not count: the command line and what it opens, the proofs and their runner, and the helpers of tests. A
+# job that calls shim.apply() loads none of them, and no other room imports them.
 BESIDE = ("__main__.py", "_archives", "_proving", "_tools", "testing")
 PROOFS = re.compile(r"(^|/)((gpu_)?proof\.py|_proof_[^/]*|proved\.json)$")  # with what they share, and their results
 

@@ -19,6 +19,7 @@ from shim.ops._storage import copy_storage
 
 __all__ = [
     "SUBSTITUTIONS",
+    "NoEvent",
     "Substitution",
     "megatron_on_cpu",
     "storage_shared_in_python",
@@ -37,8 +38,8 @@ class Substitution(NamedTuple):
     reason: str
 
 
-class _NoEvent:
-    """An event that has happened."""
+class NoEvent:
+    """An event that has happened: CPU kernels run at the call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -66,8 +67,8 @@ class _NoStream:
 
     def wait_event(self, event: Any) -> None: ...
 
-    def record_event(self, event: Any = None) -> _NoEvent:
-        return _NoEvent()
+    def record_event(self, event: Any = None) -> NoEvent:
+        return NoEvent()
 
 
 def _cpu_device() -> torch.device:
@@ -158,13 +159,13 @@ SUBSTITUTIONS = (
     Substitution("torch.cuda", "current_stream", lambda _: _NoStream, "pipeline schedules"),
     Substitution("torch.cuda", "Stream", lambda _: _NoStream, "pipeline schedules, gradient buffers"),
     Substitution("torch.cuda", "stream", lambda _: _no_context, "pipeline schedules, gradient buffers"),
-    Substitution("torch.cuda", "Event", lambda _: _NoEvent, "timers, and offloading of activations"),
+    Substitution("torch.cuda", "Event", lambda _: NoEvent, "timers, and offloading of activations"),
     Substitution("torch.cuda", "is_current_stream_capturing", lambda _: _no, "what must not run in a CUDA graph"),
     Substitution("torch.distributed", "all_gather", _all_gather, "experts cut over tensor-parallel ranks"),
     Substitution("torch.distributed", "reduce_scatter", _reduce_scatter, "experts cut over tensor-parallel ranks"),
     Substitution(_FLAGOS, "current_device", lambda _: lambda _: _cpu_device(), "the device= of nearly every buffer"),
     Substitution(_FLAGOS, "Stream", lambda _: _NoStream, "the layers of a mixture of experts"),
-    Substitution(_FLAGOS, "Event", lambda _: _NoEvent, "offloading of activations"),
+    Substitution(_FLAGOS, "Event", lambda _: NoEvent, "offloading of activations"),
     Substitution(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
         "__new__",

@@ -39,7 +39,7 @@ from packaging.version import Version
 from shim._torch_names import find
 
 from . import cpu
-from .cpu import Substitution
+from .cpu import NoEvent, Substitution
 from .fp8 import state_manager
 
 __all__ = [
@@ -375,21 +375,6 @@ def _scan(tree: ast.Module, used: dict[str, set[str]], passed_on: set[str]) -> N
 # ---- CUDA entry points
 
 
-class _Event:
-    """A completed event: CPU kernels run at the call."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
 class _CpuGenerator:
     """torch's CPU generator instead of every device's CUDA generator. States are snapshots of it."""
 
@@ -430,7 +415,7 @@ def _stand_ins(capability: tuple[int, int]) -> tuple[Substitution, ...]:
     return (
         # The rows of megatron_on_cpu, so that either context works alone or inside the other.
         *(row for row in cpu.SUBSTITUTIONS if row.owner.startswith("torch.cuda")),
-        Substitution("torch.cuda", "Event", lambda _: _Event, "CPU offloading"),
+        Substitution("torch.cuda", "Event", lambda _: NoEvent, "CPU offloading"),
         Substitution(
             "torch.cuda", "get_device_properties", lambda _: lambda device=None: properties, "which recipes there are"
         ),
