@@ -21,24 +21,19 @@ Delete when: megatron-core leaves padding out of the capacity, and the releases 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from shim.patches._ambient import Ambient
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._named import Named
 
 ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
 DROP = "megatron.core.transformer.moe.moe_utils:apply_router_token_dropping"
 
 
-class _Thread(Named, threading.local):
-    mask: Tensor | None = None  # [T], of the router that is called now
-
-
-_NOW = _Thread()
+_MASK = Ambient(__name__)  # [T], of the router that is called now
 
 
 def _routing(original: Function) -> Function:
@@ -49,11 +44,7 @@ def _routing(original: Function) -> Function:
         mask = mask_of((self, *args), kwargs)
         if mask is None or self.config.moe_expert_capacity_factor is None:
             return original(self, *args, **kwargs)
-        outer, _NOW.mask = _NOW.mask, mask.reshape(-1).bool()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _NOW.mask = outer
+        return _MASK.call(mask.reshape(-1).bool(), original, self, *args, **kwargs)
 
     return routing
 
@@ -65,10 +56,11 @@ def _drop(original: Function) -> Function:
 
     @functools.wraps(original)
     def apply_router_token_dropping(*args: Any, **kwargs: Any) -> Any:
-        if _NOW.mask is None:
+        padding = _MASK.value
+        if padding is None:
             return original(*args, **kwargs)
         probs, chosen, *limits = (value(args, kwargs) for value in of.values())
-        kept = within(probs.detach(), chosen & ~_NOW.mask[:, None], (~_NOW.mask).sum(), *limits)
+        kept = within(probs.detach(), chosen & ~padding[:, None], (~padding).sum(), *limits)
         args, kwargs = with_probs(args, kwargs, probs * kept)
         args, kwargs = with_map(args, kwargs, kept)
         return original(*args, **kwargs)
