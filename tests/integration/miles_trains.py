@@ -1,9 +1,10 @@
 """miles' own backend of Megatron: three steps of SFT on a model of its arguments, saved and loaded after the first.
 
-    torchrun miles_trains.py TOKENIZER WHERE LAYOUT ORDER
+    torchrun miles_trains.py TOKENIZER WHERE LAYOUT MEAN ORDER
 
-Prints of each step its losses and norm. A first run leaves the weights that it starts from in WHERE/../weights, and
-runs after it start from them. ORDER: "late" applies shim after miles was imported.
+Prints of each step its losses and norm, and the mean log-probability of a token before it. A first run leaves the
+weights that it starts from in WHERE/../weights, and runs after it start from them. MEAN: "tokens" or "sequences", of
+which the loss is one. ORDER: "late" applies shim after miles was imported.
 """
 
 import json
@@ -31,7 +32,7 @@ OF_THE_MODEL = """
 OF_THE_RUN = """
     --micro-batch-size 1 --global-batch-size 8 --rollout-batch-size 8 --n-samples-per-prompt 1 --num-rollout 3
     --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --weight-decay 0.01 --clip-grad 1.0 --log-interval 1
-    --loss-type sft_loss --calculate-per-token-loss --qkv-format thd --advantage-estimator grpo
+    --loss-type sft_loss --qkv-format thd --advantage-estimator grpo
     --disable-compute-advantages-and-returns --debug-train-only --tokenizer-type NullTokenizer
     --ckpt-format torch_dist --save-interval 1 --actor-num-nodes 1 --distributed-backend gloo
     --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
@@ -39,11 +40,13 @@ OF_THE_RUN = """
 """
 
 
-def configured(tokenizer, where, layout):
-    tp = layout.get("tensor_model_parallel_size", 1)
+def configured(tokenizer, where, layout, mean):
+    tp, cp = (layout.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context"))
     words = [*OF_THE_MODEL.split(), *OF_THE_RUN.split(), "--hf-checkpoint", tokenizer]
-    words += ["--save", f"{where}/saved", "--load", f"{where}/saved", "--data-pad-size-multiplier", str(32 // tp)]
+    words += ["--save", f"{where}/saved", "--load", f"{where}/saved"]
+    words += ["--data-pad-size-multiplier", str(32 // tp // cp)]  # rows are as long in each layout
     words += ["--actor-num-gpus-per-node", os.environ["WORLD_SIZE"], *(["--sequence-parallel"] if tp > 1 else [])]
+    words += ["--calculate-per-token-loss"] if mean == "tokens" else []
     for name, size in layout.items():
         words += [f"--{name.replace('_', '-')}", str(size)]
     args = miles_on_cpu.parse(words)
@@ -109,7 +112,19 @@ def rows(ranks):
         }
 
 
-def main(tokenizer, where, layout, order):
+def log_probability(args, chunks, iterator, count):
+    """The mean over this step's tokens, as its actor computes them before it trains."""
+    from miles.backends.megatron_utils.model import forward_only
+    from miles.backends.training_utils.loss import get_log_probs_and_entropy
+    from miles.backends.training_utils.parallel import get_parallel_state
+
+    told = torch.cat(forward_only(get_log_probs_and_entropy, args, chunks, iterator, count)["log_probs"]).double()
+    sums = torch.stack([told.sum(), torch.tensor(told.numel())])
+    torch.distributed.all_reduce(sums, group=get_parallel_state().intra_dp_cp.group)
+    return sums[0] / sums[1]
+
+
+def main(tokenizer, where, layout, mean, order):
     from miles.backends.megatron_utils import model
     from miles.backends.training_utils.data import get_data_iterator
     from miles.backends.training_utils.parallel import get_parallel_state
@@ -117,7 +132,7 @@ def main(tokenizer, where, layout, order):
     if order == "late":
         shim.apply()
     where = Path(where)
-    args = configured(tokenizer, where, json.loads(layout))
+    args = configured(tokenizer, where, json.loads(layout), mean)
     made = built(args, where.parent / "weights")
     if order == "late":
         shim.check(list(made[0]))
@@ -127,11 +142,15 @@ def main(tokenizer, where, layout, order):
     for step, data in enumerate(rows(get_parallel_state().intra_dp)):
         if step == 1:
             saved_and_loaded(args, made)
+        iterator, count = get_data_iterator(args, made[0], data)
+        before = log_probability(args, made[0], iterator, count)
+        for chunk in iterator:
+            chunk.reset()
         told.clear()
-        model.train(step, *made, *get_data_iterator(args, made[0], data))
+        model.train(step, *made, iterator, count)
         if len(told) == 2:  # the rank that logs
             (losses, norm), of_mtp = told
-            print("step:", *map(float, (losses["loss"], of_mtp, norm)), flush=True)
+            print("step:", *map(float, (losses["loss"], of_mtp, norm, before)), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
