@@ -1,14 +1,18 @@
-"""Proof of dp-reshardable-fp32."""
+"""Proofs of dp-reshardable-fp32."""
 
 from __future__ import annotations
 
 import tempfile
 from typing import Any
 
+import torch
+
 from shim.patches.megatron_core._proof_optimizer_resume import (
     BY_DATA,
     STEPS,
+    Training,
     apart,
+    fused_adam,
     save_after,
     weights_after,
     weights_resumed,
@@ -47,3 +51,38 @@ def a_training_with_norms_in_fp32_resumes(here: Here) -> float:
     should have the weights of six steps without a break.
     """
     return resumed_apart(here, {"seed": 7, "bf16": True, "mixed": True, "lora": True, "norms": True, "bucket": None})
+
+
+def resumed_from_a_file(**settings: Any) -> float:
+    """How far weights are from those of a training without a break: resumed from the file of `load_parameter_state`."""
+    settings = {"metadata": None, "saved": False, **settings}
+    with fused_adam(), tempfile.TemporaryDirectory() as directory:
+        file = f"{directory}/states.pt"
+        training = Training(**settings).train()
+        training.optimizer.save_parameter_state(file)
+        groups, weights = training.optimizer.state_dict(), training.weights()
+        resumed = Training(**settings, seed=8)
+        with torch.no_grad():
+            for weight, value in zip(resumed.model.parameters(), weights, strict=True):
+                weight.copy_(value)
+        resumed.optimizer.load_state_dict(groups)
+        resumed.optimizer.load_parameter_state(file)
+        return apart(resumed.train().weights(), training.train().weights())
+
+
+@proof(
+    "weights off by {:.1e} three steps after a resume",
+    right="bit-equal",
+    defect="crash",
+    crashes=r"^RuntimeError: a view of a leaf Variable that requires grad is being used in",
+)
+def a_training_in_fp32_resumes_from_the_file_of_all_ranks(here: Here) -> float:
+    """The optimizer's file beside a checkpoint of `--ckpt-format torch` cannot be loaded if a weight is in fp32.
+
+    To reproduce: train a GPTModel in fp32 with DistributedDataParallel and get_megatron_optimizer,
+    `use_distributed_optimizer=True`, call `optimizer.save_parameter_state(file)`, and in a new training
+    `load_state_dict` and `load_parameter_state(file)`. On a CPU as above.
+
+    load_parameter_state_from_dp_zero copies into the main weights, too, from 0.12 to 0.20.
+    """
+    return float(here.run(resumed_from_a_file)[0])
