@@ -45,14 +45,19 @@ from torch import Tensor
 
 from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function, argument
+from shim.patches._named import Named
 from shim.patches.megatron_core import _left_by_a_sleep as left
 
 MODULE = "megatron.core.optimizer.optimizer"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer."
 WRAPPER = "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__"
 
-# Optimizer -> its states that were on the host when it was offloaded: (states of a weight, name, state).
-_ON_HOST: WeakKeyDictionary[Any, list[tuple[dict[str, Any], str, Tensor]]] = WeakKeyDictionary()
+
+class _OnHost(Named, WeakKeyDictionary[Any, list[tuple[dict[str, Any], str, Tensor]]]):
+    """Optimizer -> its states that were on the host when it was offloaded: (states of a weight, name, state)."""
+
+
+_ON_HOST = _OnHost()
 
 
 def _offload_to_cpu(original: Function) -> Function:
