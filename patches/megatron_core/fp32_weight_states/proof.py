@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from shim import testing
 from shim.patches.megatron_core._proof_optimizer_resume import (
     STEPS,
     Training,
@@ -17,7 +16,7 @@ from shim.patches.megatron_core._proof_optimizer_resume import (
     weights_resumed,
 )
 from shim.testing.layout import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, proof
 
 # Biases in bf16 and norms in fp32, none of which decays, are one group.
 MIXED: dict[str, Any] = {
@@ -34,8 +33,6 @@ def metadata() -> Mapping[str, Any] | None:
     """Of a checkpoint that this release can write and load with weights in fp32."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if testing.release().startswith("0.12."):
-        raise CannotRunError("a step of the distributed optimizer of 0.12 needs Transformer Engine")
     if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
         return {"distrib_optim_sharding_type": "fully_reshardable"}
     return None
