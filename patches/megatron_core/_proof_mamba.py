@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -16,6 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shim.testing.proof import CannotRunError
+
+STACK, LAYERS = "megatron.core.ssm.mamba_block", "megatron.core.extensions.transformer_engine"
+
+
+def module_of_stack() -> Any:
+    """The module of the hybrid stack. 0.12 imports a norm of Transformer Engine in it, which no proof uses."""
+    with suppress(ImportError):
+        return import_module(STACK)
+    norms: Any = ModuleType(LAYERS)
+    norms.TENorm = object
+    with mock.patch.dict(sys.modules, {LAYERS: norms}):
+        module = import_module(STACK)
+    sys.modules[STACK] = module
+    return module
 
 
 class _GatedNorm(nn.Module):

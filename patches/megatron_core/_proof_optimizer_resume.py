@@ -66,6 +66,8 @@ def fused_adam() -> Iterator[None]:
 
     names: dict[str, Any] = {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}
     theirs: dict[str, Any] = {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_APEX_OPTIMIZER": True}
+    if testing.release().startswith("0.12."):  # asks Transformer Engine for its version, also if no weight is in FP8
+        theirs["quantize_param_shard"] = lambda *args, **kwargs: None
     with (
         mock.patch.multiple(optimizer, create=True, **names),
         mock.patch.multiple(distrib_optimizer, create=True, **theirs),
@@ -130,8 +132,6 @@ class Training:
 
     def train(self, steps: int = STEPS) -> Training:
         """Take steps on one row."""
-        if testing.release().startswith("0.12."):
-            raise CannotRunError("a step of the distributed optimizer of 0.12 needs Transformer Engine")
         row = torch.arange(8)[None]
         for _ in range(steps):
             self.wrapped.zero_grad_buffer()

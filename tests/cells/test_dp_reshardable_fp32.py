@@ -60,7 +60,6 @@ def test_what_stock_does_right_stays(tmp_path):
         assert apart(resumed(theirs, bf16=True), truth) == 0
 
 
-@pytest.mark.skipif(testing.release().startswith("0.12."), reason="its step needs Transformer Engine")
 def test_a_file_of_all_ranks_in_bf16_is_loaded_as_on_stock():
     assert resumed_from_a_file(bf16=True) == 0
     with applied():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from shim import testing
+from shim.patches.megatron_core._proof_mamba import module_of_stack
 from shim.testing.proof import Here, proof
 
 TOKENS = 16
@@ -13,6 +15,8 @@ PAIRS: dict[str, Any] = {"rotary_interleaved": True}
 
 def off_by() -> float:
     """How far the rotary table of a hybrid model is from that of a GPTModel with the same config, in parts of it."""
+    if find_spec("megatron.core.models.hybrid") is None:
+        module_of_stack()
     hybrid: Any = testing.build_hybrid("*-", **PAIRS)
     gpt: Any = testing.build_gpt(mtp_num_layers=None, **PAIRS)
     found, right = hybrid.rotary_pos_emb(TOKENS), gpt.rotary_pos_emb(TOKENS)

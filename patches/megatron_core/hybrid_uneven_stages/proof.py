@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from importlib import import_module
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 
+from shim.patches.megatron_core._proof_mamba import module_of_stack
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 
 PATTERN = list("M*M-M*")  # Mamba, attention, MLP
 FIRST = 2
-BLOCK, ENGINE = "megatron.core.ssm.mamba_block", "megatron.core.extensions.transformer_engine"
 
 
 def config_of(first: int | None, last: int | None) -> Any:
@@ -33,18 +28,6 @@ def config_of(first: int | None, last: int | None) -> Any:
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
     )
-
-
-def module_of_stack() -> Any:
-    """The module of the hybrid stack. 0.12 imports a norm of Transformer Engine in it, which nothing here uses."""
-    with contextlib.suppress(ImportError):
-        return import_module(BLOCK)
-    norms: Any = ModuleType(ENGINE)
-    norms.TENorm = object
-    with mock.patch.dict(sys.modules, {ENGINE: norms}):
-        module = import_module(BLOCK)
-    sys.modules[BLOCK] = module
-    return module
 
 
 def selected(first: int | None, last: int | None) -> tuple[int, str]:
