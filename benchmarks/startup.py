@@ -1,14 +1,14 @@
-"""A trainer's start with shim against the imports alone: CPU time of whole processes, and files that apply() opens.
+"""A trainer's start with shim against the imports alone: whole processes, and the files that apply() opens.
 
-    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--instructions] [--record]
+    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--patches 420] [--runs N] [--record]
 
-Whole programs run alternately, each in a fresh interpreter; user and system time come from the operating system. The
-first round, which writes byte code and fills the page cache, is not counted. shim comes from its wheel, and with more
-patches from a copy of the checkout. Behind each ratio stands, in brackets, the same without garbage collection: a full
-collection takes 5 % of a start, and a few more objects can bring one more.
+Each program runs in a fresh interpreter, with shim from its wheel, or from a copy of the checkout if there are to be
+more patches. Valgrind counts the instructions that the process executes in user space, in one to two minutes. The count
+repeats to a thousandth on any host; so limits hold for it, and it is what --record keeps. It sees neither the kernel
+nor cache misses, and half a percent too much of shim: valgrind hides the instructions that a processor has for SHA-256.
 
-On a shared host CPU time can vary by a third. With --instructions valgrind counts the instructions of each process in
-user space instead: one run each, some minutes, which repeat to a thousandth and do not see cache misses or the kernel.
+--runs N also prints CPU time, user and system: the median over N rounds of the ratio within a round. On a shared host
+one ratio can be off by a third.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ WAYS = (  # what a process does, and the program
     ("under shim run", IMPORTS),
 )
 PATCHES = 4 * 105
-NO_GC = "import gc; gc.disable(); "
-
 OPENS = """
 import os, sys
 opened = []
@@ -132,6 +130,7 @@ def cpu_seconds(program: str, environ: Mapping[str, str]) -> float:
 
 def instructions(program: str, environ: Mapping[str, str]) -> float:
     """Instructions that such an interpreter executes in user space, in thousands of millions."""
+    cpu_seconds(program, environ)  # which writes byte code
     count = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
     done = subprocess.run(
         [*count, sys.executable, "-W", "ignore", "-c", program],
@@ -143,20 +142,14 @@ def instructions(program: str, environ: Mapping[str, str]) -> float:
     return int(re.findall(r"I\s+refs:\s+([\d,]+)", done.stderr)[-1].replace(",", "")) / 1e9
 
 
-def alternating(programs: Mapping[str, tuple[str, Mapping[str, str]]], runs: int) -> dict[str, float]:
-    """Median CPU seconds of each program: a round runs every one of them once."""
+def rounds(programs: Mapping[str, tuple[str, Mapping[str, str]]], runs: int) -> dict[str, float]:
+    """The CPU time of each program in parts of that of "stock", by the median over rounds, which run each once."""
     taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(runs + 1):
-        for name, (program, environ) in programs.items():
-            taken[name].append(cpu_seconds(program, environ))
-    return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
-
-
-def counted(programs: Mapping[str, tuple[str, Mapping[str, str]]]) -> dict[str, float]:
-    """The instructions of each program, once its byte code is written."""
-    for program, environ in programs.values():
-        cpu_seconds(program, environ)
-    return {name: instructions(program, environ) for name, (program, environ) in programs.items()}
+    for _ in range(runs):
+        seconds = {name: cpu_seconds(program, environ) for name, (program, environ) in programs.items()}
+        for name, found in seconds.items():
+            taken[name].append(found / seconds["stock"])
+    return {name: statistics.median(ratios) for name, ratios in taken.items()}
 
 
 def output_of(program: str, environ: Mapping[str, str]) -> str:
@@ -166,18 +159,15 @@ def output_of(program: str, environ: Mapping[str, str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def say(name: str, found: float, limit: float, unit: str = "of the imports alone") -> bool:
+def say(name: str, found: float, limit: float, unit: str) -> bool:
     """Print a line; returns whether the limit was missed."""
     verdict = "ok" if found <= limit else "MISSED"
     print(f"  {name:<28} {found:8.3f} {unit} (at most {limit:g}: {verdict})", flush=True)
     return found > limit
 
 
-def measure(release: str, runs: int | None, top: Path, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
-    """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed.
-
-    runs: None counts instructions.
-    """
+def measure(release: str, runs: int, top: Path, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
+    """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed."""
     from shim.testing.releases import fetch
 
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fetch(release)), str(top)])}
@@ -186,41 +176,38 @@ def measure(release: str, runs: int | None, top: Path, limit: float = LIMIT) -> 
     os.chdir(top)  # which comes first on the path of `python -c`
     programs = {name: (program, below if name == "under shim run" else own) for name, program in WAYS}
     programs = {"stock": (IMPORTS, own), **programs}
-    calm = {f"{name}, no GC": (NO_GC + program, environ) for name, (program, environ) in programs.items()}
-    every = {**programs, **calm}
-    cost = counted(every) if runs is None else alternating(every, runs)
-    unit = "thousand million instructions" if runs is None else "s of CPU time"
-    print(f"megatron-core {release}: {IMPORTS} takes {cost['stock']:.2f} {unit}", flush=True)
-    ratios = {name: cost[name] / cost["stock"] for name, _ in WAYS}
-    without = {name: cost[f"{name}, no GC"] / cost["stock, no GC"] for name, _ in WAYS}
-    missed = [say(name, ratio, limit, f"({without[name]:.3f}) of the imports alone") for name, ratio in ratios.items()]
+    counted = {name: instructions(program, environ) for name, (program, environ) in programs.items()}
+    stock = counted.pop("stock")
+    print(f"megatron-core {release}: {IMPORTS} takes {stock:.2f} thousand million instructions", flush=True)
+    ways = {name: round(count / stock, 3) for name, count in counted.items()}
+    missed = [say(name, ratio, limit, "of the imports alone") for name, ratio in ways.items()]
+    if runs:
+        seconds = rounds(programs, runs)
+        print("  CPU time:", ", ".join(f"{name} {seconds[name]:.3f}" for name in ways), flush=True)
     opened, size = map(int, output_of(OPENS, own).split())
     missed.append(say("files opened by apply()", opened, MOST_OPENS, f"files, {size / 1e6:.1f} MB"))
-    ways = {name: {"ratio": round(ratio, 3), "without_gc": round(without[name], 3)} for name, ratio in ratios.items()}
     return {"ways": ways, "opened": opened, "megabytes": round(size / 1e6, 1)}, any(missed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Startup cost of shim as ratios of CPU time.")
+    parser = argparse.ArgumentParser(description="Startup cost of shim as ratios of instructions and of CPU time.")
     parser.add_argument("--releases", default=",".join(RELEASES), help="releases of megatron-core, with commas")
-    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--runs", type=int, default=0, help="rounds of the CPU time")
     parser.add_argument(
         "--patches", type=int, default=PATCHES, help="how many to measure besides those of today; 0: none"
     )
-    either = parser.add_mutually_exclusive_group()  # what is recorded is said to be CPU time
-    either.add_argument("--instructions", action="store_true", help="count instructions (needs valgrind)")
-    either.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
+    parser.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
     arguments = parser.parse_args()
-    releases = arguments.releases.split(",")
-    runs = None if arguments.instructions else arguments.runs
+    if shutil.which("valgrind") is None:
+        parser.error("instructions are counted by valgrind, which is not installed. Remedy: apt-get install valgrind")
+    releases, runs = arguments.releases.split(","), arguments.runs
     rows, missed = {}, False
     with tempfile.TemporaryDirectory() as scratch:
         top = installed(Path(scratch))
         for release in releases:
             rows[release], too_much = measure(release, runs, top)
             missed |= too_much
-    found: dict[str, Any] = {"releases": rows, "runs": runs, "patches": len(load_matrix().patches)}
-    found["torch"] = version("torch")
+    found: dict[str, Any] = {"releases": rows, "patches": len(load_matrix().patches), "torch": version("torch")}
     if arguments.patches:
         with tempfile.TemporaryDirectory() as scratch:
             with_more_patches(Path(scratch), arguments.patches)
