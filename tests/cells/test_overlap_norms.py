@@ -10,7 +10,7 @@ from shim import testing
 from shim.patches.megatron_core.overlap_norms.proof import node_of, pieces_of, schedules_on_cpu
 from shim.testing.attention import CPUCoreAttention
 
-CELLS = {"0.17.1": "all"}
+CELLS = {"0.16.1": "all", "0.17.1": "all"}
 
 ID = "overlap-norms"
 pytestmark = [needed(ID), pytest.mark.usefixtures("one_rank")]  # of tests/cells/conftest.py

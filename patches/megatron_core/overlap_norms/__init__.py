@@ -34,15 +34,15 @@ MOE = "megatron.core.transformer.moe.moe_layer"
 MLP = 2  # its place among the pieces of a layer
 
 
-def _build(original: Function, *, unpacks: bool) -> Function:
-    """unpacks: whether upstream takes a norm that returns the residual as well."""
+def _build(original: Function, *, may_return_residual: bool) -> Function:
+    """may_return_residual: whether a norm may return the residual as well, which upstream does not take."""
     layer_of, with_layer = argument(original, "layer"), replacing(original, "layer")
 
     @functools.wraps(original)
     def build_transformer_layer_callables(*args: Any, **kwargs: Any) -> Any:
         layer = layer_of(args, kwargs)
         if isinstance(layer.mlp, sys.modules[MOE].MoELayer):
-            if layer.config.fused_residual_rmsnorm and not unpacks:
+            if may_return_residual and layer.config.fused_residual_rmsnorm:
                 view = view_with(layer, pre_mlp_layernorm=_without_residual(layer.pre_mlp_layernorm))
                 args, kwargs = with_layer(args, kwargs, view)
             return original(*args, **kwargs)
@@ -74,4 +74,4 @@ def _normed(mlp: Function) -> Function:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {BUILD: functools.partial(_build, unpacks=variant == "v0_18")}
+    return {BUILD: functools.partial(_build, may_return_residual=variant == "v0_17")}
