@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from shim import testing
 from shim.patches.megatron_core._proof_experts import eager
+from shim.patches.megatron_core._proof_features import need_padding_mask
 from shim.testing import Layout
-from shim.testing.proof import Here, LacksFeatureError
+from shim.testing.proof import Here
 
 # The loss of the tokens is multiplied by zero, so that what is left of a router's gradient is that of its own losses.
 MODEL: dict[str, Any] = {
@@ -30,13 +30,6 @@ GLOBAL: dict[str, Any] = {"moe_router_load_balancing_type": "global_aux_loss", "
 
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
 ROWS, TOKENS = 2, 8
-
-
-def takes_padding_mask() -> bool:
-    """From 0.16 on."""
-    from megatron.core.models.gpt import GPTModel
-
-    return "padding_mask" in inspect.signature(GPTModel.forward).parameters
 
 
 def places_of_rank() -> Tensor:
@@ -64,8 +57,8 @@ def step(wrapped: Any, padding: Sequence[int] = (), micro_batch_size: int = 1, *
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    if padding and not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    if padding:
+        need_padding_mask()
     config, places = wrapped.config, places_of_rank()
     config.finalize_model_grads_func = finalize_model_grads
     rows = of_rank(torch.randint(0, 64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0)))

@@ -7,7 +7,8 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.expert_bias_padding.proof import MODEL, counted, takes_padding_mask
+from shim.patches.megatron_core._proof_features import takes_padding_mask
+from shim.patches.megatron_core.expert_bias_padding.proof import MODEL, counted
 
 CELLS = {"0.17.0": "all"}
 

@@ -5,7 +5,8 @@ import torch
 from needed import needed
 
 import shim
-from shim.patches.megatron_core._proof_router_losses import GLOBAL, TOKENS, gradient, takes_padding_mask
+from shim.patches.megatron_core._proof_features import takes_padding_mask
+from shim.patches.megatron_core._proof_router_losses import GLOBAL, TOKENS, gradient
 from shim.patches.megatron_core.global_aux_loss_lengths.proof import gradients
 
 CELLS = {"0.19.2": "all"}

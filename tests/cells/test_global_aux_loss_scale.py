@@ -9,7 +9,8 @@ from needed import needed
 
 import shim
 from shim import testing
-from shim.patches.megatron_core._proof_router_losses import AUX, PER_TOKEN, off_by, takes_padding_mask
+from shim.patches.megatron_core._proof_features import takes_padding_mask
+from shim.patches.megatron_core._proof_router_losses import AUX, PER_TOKEN, off_by
 from shim.patches.megatron_core.global_aux_loss_scale.proof import OPTIONS, gradient
 from shim.testing import Layout
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_features import takes_padding_mask
 from shim.patches.megatron_core._proof_router_losses import (
     AUX,
     PER_TOKEN,
@@ -21,7 +22,6 @@ from shim.patches.megatron_core._proof_router_losses import (
     of_routers,
     off_by,
     step,
-    takes_padding_mask,
 )
 from shim.patches.megatron_core.moe_aux_loss_scale.proof import BOTH
 from shim.testing import Layout

@@ -12,8 +12,8 @@ from unscattered_cases import CASES, FULL, LENGTHS, MODELS, equal, outcome
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_features import takes_padding_mask
 from shim.patches.megatron_core.recompute_padding_mask.proof import MODEL as EXPERTS
-from shim.patches.megatron_core.recompute_padding_mask.proof import takes_padding_mask
 from shim.patches.megatron_core.sp_unscattered_embeddings.proof import build, build_hybrid
 from shim.testing import Layout
 

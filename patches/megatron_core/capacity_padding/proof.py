@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shim import testing
 from shim.patches.megatron_core._proof_experts import eager
-from shim.patches.megatron_core._proof_router_losses import takes_padding_mask
-from shim.testing.proof import Here, LacksFeatureError, proof
+from shim.patches.megatron_core._proof_features import need_padding_mask
+from shim.testing.proof import Here, proof
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -26,8 +26,7 @@ TOKENS, PADDING = 24, 16
 
 def gradients(padding: int, **options: Any) -> dict[str, Tensor]:
     """Of the weights, after a step on the same tokens with so much padding behind them, whose mask the model gets."""
-    if not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    need_padding_mask()
     with eager():
         model: Any = testing.build_gpt(**{**MODEL, **options})
         row = torch.zeros(1, TOKENS + padding, dtype=torch.long)

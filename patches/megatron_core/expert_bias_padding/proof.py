@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shim import testing
-from shim.testing.proof import Here, LacksFeatureError, proof
+from shim.patches.megatron_core._proof_features import need_padding_mask
+from shim.testing.proof import Here, proof
 
 MODEL: dict[str, Any] = {
     "num_layers": 1,
@@ -21,13 +21,6 @@ MODEL: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": "none",
 }
-
-
-def takes_padding_mask() -> bool:
-    """From 0.16 on."""
-    from megatron.core.models.gpt import GPTModel
-
-    return "padding_mask" in inspect.signature(GPTModel.forward).parameters
 
 
 def counted(tokens: int, padding: int = 0, **options: Any) -> Tensor:
@@ -46,8 +39,7 @@ def counted(tokens: int, padding: int = 0, **options: Any) -> Tensor:
 
 def wrong_counts(tokens: int, padding: int) -> int:
     """Experts whose count is not that of the row without its padding."""
-    if not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    need_padding_mask()
     with torch.compiler.set_stance("force_eager"):  # a part of the router is compiled on first use, for many seconds
         return int((counted(tokens, padding) != counted(tokens)).sum())
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from shim import testing
 from shim.patches.megatron_core._proof_experts import eager
-from shim.testing.proof import Here, LacksFeatureError, Measured, proof
+from shim.patches.megatron_core._proof_features import need_padding_mask
+from shim.testing.proof import Here, Measured, proof
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -22,13 +22,6 @@ MODEL: dict[str, Any] = {
 }
 FIRST_LAYER: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 STEPS, RATE, TOKENS, PADDING = 4, 0.5, 10, 6
-
-
-def takes_padding_mask() -> bool:
-    """From 0.16 on."""
-    from megatron.core.models.gpt import GPTModel
-
-    return "padding_mask" in inspect.signature(GPTModel.forward).parameters
 
 
 def training(adapters: bool = False, **options: Any) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
@@ -59,8 +52,7 @@ def training(adapters: bool = False, **options: Any) -> tuple[list[dict[str, tor
 
 def error(**options: Any) -> Measured:
     """Over all steps, the largest distance of a gradient from that without recompute, relative to its norm."""
-    if not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    need_padding_mask()
     (right, truth), (found, measured) = training(**options), training(**options, **FIRST_LAYER)
     worst = 0.0
     for one, other in zip(found, right, strict=True):

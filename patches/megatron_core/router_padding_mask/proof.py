@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shim import testing
 from shim.patches.megatron_core._proof_experts import eager
+from shim.patches.megatron_core._proof_features import need_padding_mask
 from shim.testing import Layout
 from shim.testing.proof import Here, LacksFeatureError, proof
 
@@ -24,13 +25,6 @@ MODEL: dict[str, Any] = {
     "share_embeddings_and_output_weights": False,
 }
 TOKENS, PADDING = 10, 6
-
-
-def takes_padding_mask() -> bool:
-    """From 0.16 on."""
-    from megatron.core.models.gpt import GPTModel
-
-    return "padding_mask" in inspect.signature(GPTModel.forward).parameters
 
 
 def gradients(model: Any, padding: int, part: str = "mtp") -> list[Tensor]:
@@ -47,8 +41,7 @@ def gradients(model: Any, padding: int, part: str = "mtp") -> list[Tensor]:
 
 def moved(build: Callable[[], Any], part: str = "mtp") -> float:
     """By how much, in parts of it, the gradient of routers changes with the ids of padding."""
-    if not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    need_padding_mask()
     one, other = gradients(build(), 11, part), gradients(build(), 50, part)
     assert one
     return max(float((a - b).norm() / a.norm()) for a, b in zip(one, other, strict=True))
@@ -99,8 +92,7 @@ def a_router_of_a_hybrid_models_mtp_leaves_padding_out(here: Here) -> float:
 
 def of_a_schedule() -> float:
     """How far the gradient of a router in the overlapped schedule is from that in the layer's forward, in parts."""
-    if not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    need_padding_mask()
     from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables
 
     mask = torch.arange(TOKENS + PADDING)[None] >= TOKENS
@@ -146,8 +138,7 @@ def a_router_of_an_overlapped_schedule_leaves_padding_out(here: Here) -> float:
 
 def on_a_later_stage() -> Tensor:
     """The gradient of the router of a stage, summed over ranks, by its auxiliary loss alone."""
-    if not takes_padding_mask():
-        raise LacksFeatureError("models of this release take no padding mask")
+    need_padding_mask()
     from megatron.core import parallel_state
 
     size, rank = (
